@@ -1,0 +1,90 @@
+"""The loaded llama.cpp: import, one copy per library, its log, ggml's base library.
+
+It owns the process-wide state of llama.cpp (backend, log callback). It must not know models or contexts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from bmoe.io.errors import SeamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_lock = threading.Lock()
+_sinks: list[list[str]] = []
+_GGML_LOG_LEVEL_WARN = 3
+_GGML_LOG_LEVEL_CONT = 5
+_keep: list[object] = []
+
+
+@functools.cache
+def llama() -> Any:  # noqa: ANN401 (llama_cpp's bindings are untyped)
+    """llama-cpp-python's low-level module, with the backend initialised and the log caught.
+
+    Raises:
+        SeamError: It cannot be imported, or two copies of one ggml library are mapped.
+    """
+    try:
+        import llama_cpp.llama_cpp as module  # noqa: PLC0415 (slow, and not every command needs it)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SeamError(f"llama-cpp-python cannot be loaded: {error}", hint="pip install llama-cpp-python") from error
+    callback = module.llama_log_callback(_on_log)
+    _keep.append(callback)
+    module.llama_log_set(callback, None)
+    module.llama_backend_init()
+    _check_single_copies()
+    return module
+
+
+@functools.cache
+def ggml_base() -> ctypes.CDLL:
+    """libggml-base as llama_cpp has loaded it, found by SONAME."""
+    llama()
+    return ctypes.CDLL("libggml-base.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Collects llama.cpp's warnings and errors logged inside the block."""
+    lines: list[str] = []
+    with _lock:
+        _sinks.append(lines)
+    try:
+        yield lines
+    finally:
+        with _lock:
+            _sinks.remove(lines)
+
+
+def _on_log(level: int, text: bytes, _: object) -> None:
+    if level < _GGML_LOG_LEVEL_WARN or level == _GGML_LOG_LEVEL_CONT:
+        return
+    line = text.decode("utf-8", "replace").strip()
+    with _lock:
+        for sink in _sinks:
+            sink.append(line)
+
+
+def _check_single_copies() -> None:
+    """A second mapped copy of a ggml library has uninitialised tables and computes zeros without a word."""
+    copies: dict[str, set[str]] = {}
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            name = os.path.basename(fields[5].strip()) if len(fields) > 5 else ""
+            if name.startswith(("libggml", "libllama")):
+                stem = name.split(".so")[0]
+                copies.setdefault(stem, set()).add(f"{fields[3]}:{fields[4]}")
+    for stem, files in copies.items():
+        if len(files) > 1:
+            raise SeamError(
+                f"{len(files)} copies of {stem} are loaded in this process",
+                hint="import bmoe before other programs that bring their own llama.cpp",
+            )

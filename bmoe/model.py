@@ -1,0 +1,116 @@
+"""What a model's tensors mean for streaming: which are experts, which are dense, how they are laid out.
+
+It owns the division of a file into streamed slices and dense ranges. It must not know memory budgets,
+reads or llama.cpp's runtime.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bmoe.io.errors import FormatError
+from bmoe.pipeline.native import StreamedTensor
+
+if TYPE_CHECKING:
+    from bmoe.gguf_file import GgufFacts, TensorFacts
+
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$")
+_RANK = {"gate_up": 0, "gate": 0, "up": 1, "down": 2}
+# Read row by row from the mapping by design: as large as the model itself, and never used whole.
+_LAZY = frozenset({"per_layer_token_embd.weight"})
+_I32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """A model as streaming sees it.
+
+    Attributes:
+        facts: The header.
+        tensors: Streamed tensors, layer by layer in the expected order of use.
+        layer_numbers: The file's `blk.N` of each layer that has experts.
+        dense: (file, start, end) of every other tensor.
+        dense_bytes: Their sum.
+        expert_bytes: All experts of all layers.
+        experts: Experts per layer (the largest, where layers differ); 0 for a dense model.
+        top_k: Experts per token.
+    """
+
+    facts: GgufFacts
+    tensors: tuple[StreamedTensor, ...]
+    layer_numbers: tuple[int, ...]
+    dense: tuple[tuple[int, int, int], ...]
+    dense_bytes: int
+    expert_bytes: int
+    experts: int
+    top_k: int
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether there is anything to stream."""
+        return bool(self.tensors)
+
+    @property
+    def cycle_bytes(self) -> int:
+        """Most bytes that one token routes over: the sum over layers of top-k experts."""
+        return sum(t.slice_bytes * min(self.top_k, t.experts) for t in self.tensors)
+
+
+def lay_out(facts: GgufFacts, *, n_expert_used: int = 0) -> ModelLayout:
+    """Divides a model's tensors.
+
+    Args:
+        facts: The header.
+        n_expert_used: Overrides the file's top-k when positive.
+
+    Raises:
+        FormatError: Expert tensors of one layer disagree about the number of experts.
+    """
+    found: dict[int, list[tuple[int, TensorFacts]]] = {}
+    dense: list[tuple[int, int, int]] = []
+    for tensor in facts.tensors:
+        match = _EXPERTS.match(tensor.name)
+        if match and tensor.ne[2] > 1 and tensor.ne[3] == 1:
+            found.setdefault(int(match[1]), []).append((_RANK[match[2]], tensor))
+        elif tensor.name not in _LAZY and tensor.size_bytes:
+            dense.append((tensor.file, tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes))
+    streamed: list[StreamedTensor] = []
+    for layer, number in enumerate(sorted(found)):
+        ranked = sorted(found[number], key=lambda pair: pair[0])
+        for rank, (_, tensor) in enumerate(ranked):
+            if tensor.ne[2] != ranked[0][1].ne[2] or tensor.ne[2] > _I32_MAX:
+                raise FormatError(
+                    "the layer's expert tensors disagree",
+                    path=facts.paths[tensor.file],
+                    offset_bytes=tensor.offset_bytes,
+                    field=tensor.name,
+                    expected=f"{ranked[0][1].ne[2]} experts",
+                    got=tensor.ne[2],
+                )
+            streamed.append(
+                StreamedTensor(
+                    name=tensor.name,
+                    layer=layer,
+                    rank=rank,
+                    ggml_type=tensor.ggml_type,
+                    experts=tensor.ne[2],
+                    ne0=tensor.ne[0],
+                    ne1=tensor.ne[1],
+                    slice_bytes=tensor.nb[2],
+                    file=tensor.file,
+                    file_offset=tensor.offset_bytes,
+                )
+            )
+    experts = max((t.experts for t in streamed), default=0)
+    return ModelLayout(
+        facts=facts,
+        tensors=tuple(streamed),
+        layer_numbers=tuple(sorted(found)),
+        dense=tuple(dense),
+        dense_bytes=sum(end - start for _, start, end in dense),
+        expert_bytes=sum(t.slice_bytes * t.experts for t in streamed),
+        experts=experts,
+        top_k=min(n_expert_used or facts.arch_int("expert_used_count"), experts) if experts else 0,
+    )

@@ -1,0 +1,78 @@
+"""Cache policies, by name. Each only ranks residents for eviction; see `bmoe.pipeline.policy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bmoe.io.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from bmoe.pipeline.policy import EvictionPolicy, UseHistory
+
+
+def _lowest(keys: NDArray[np.float64], candidates: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """The `count` candidates with the lowest keys, lowest first; equal keys by entry id."""
+    if count < len(keys):
+        part = np.argpartition(keys, count)[:count]
+        keys, candidates = keys[part], candidates[part]
+    return candidates[np.lexsort((candidates, keys))]
+
+
+class AgedFrequency:
+    """Gives up the experts with the lowest use count, uses losing half their worth every 16 batches.
+
+    Equal counts are common (most experts are rare): then the layer whose next turn is farthest goes
+    first, which is the one that has just run. That is what makes it better than any recency order on a
+    cyclic scan.
+    """
+
+    name = "aged"
+
+    def __init__(self, history: UseHistory) -> None:
+        self._history = history
+
+    def victims(self, candidates: NDArray[np.int32], count: int, layer: int) -> NDArray[np.int32]:
+        """See `EvictionPolicy.victims`."""
+        h = self._history
+        until_next = (h.layer_of[candidates] - layer - 1) % h.layers
+        # Counts of equal histories are equal to the last bit, so a relative nudge orders only ties.
+        keys = h.frequency[candidates] * (1.0 - 1e-9 * until_next)
+        return _lowest(keys, candidates, count)
+
+
+class LeastRecentlyUsed:
+    """Gives up the experts used longest ago; within one batch, the earliest layer's first."""
+
+    name = "lru"
+
+    def __init__(self, history: UseHistory) -> None:
+        self._history = history
+
+    def victims(self, candidates: NDArray[np.int32], count: int, layer: int) -> NDArray[np.int32]:  # noqa: ARG002 (recency does not look ahead)
+        """See `EvictionPolicy.victims`."""
+        h = self._history
+        keys = h.last_use[candidates].astype(np.float64) * h.layers + h.layer_of[candidates]
+        return _lowest(keys, candidates, count)
+
+
+POLICIES: dict[str, Callable[[UseHistory], EvictionPolicy]] = {
+    AgedFrequency.name: AgedFrequency,
+    LeastRecentlyUsed.name: LeastRecentlyUsed,
+}
+
+
+def policy_named(name: str) -> Callable[[UseHistory], EvictionPolicy]:
+    """The maker of a policy.
+
+    Raises:
+        UsageError: No such policy; the message lists them.
+    """
+    if name not in POLICIES:
+        raise UsageError(f"cache policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

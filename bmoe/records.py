@@ -1,0 +1,212 @@
+"""What a session reports: the effective configuration, every token's measurements, the summary.
+
+Plain records; nothing here measures, formats or prints. Unmeasured is None, never 0. All `_ns` are
+nanoseconds, all `_bytes` bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EffectiveConfig:
+    """What really runs, as opposed to what was asked for.
+
+    Attributes:
+        mode: "streaming" or "resident".
+        mode_reason: Why not the one asked for (a dense model runs resident), or None.
+        model_path: As given.
+        model_name: `general.name`, or None.
+        architecture: `general.architecture`.
+        model_bytes: All files.
+        moe_layers, experts, top_k: Shape; 0 for a dense model.
+        expert_bytes, dense_bytes: All experts; everything else.
+        cycle_bytes: Most bytes that one token routes over.
+        threads, context_tokens, ubatch_tokens: As used.
+        overlap: Streaming only.
+        io_backend: "uring" or "threads"; None when resident.
+        io_fallback_reason: Why not io_uring, or None.
+        registered_buffers: Whether reads land in registered memory; None when resident.
+        unregistered_reason: Why not, or None.
+        direct: Whether every file is read with O_DIRECT; None when resident.
+        direct_fallback_reason: Why not, or None.
+        queue_depth: None when resident.
+        cache_bytes: Slot memory under the budget; None when resident.
+        cache_auto: Whether it was sized automatically.
+        cache_arithmetic: How, in words, when it was.
+        cache_experts: Whole experts that fit; of `total_experts`.
+        total_experts: Over all layers.
+        policy: None when resident.
+        lazy_map: Whether the file was mapped without reading it; None when resident.
+        repack: Whether llama.cpp's repacked layouts are in use.
+        llama_cpp_version, bmoe_version: Versions.
+    """
+
+    mode: Literal["streaming", "resident"]
+    mode_reason: str | None
+    model_path: str
+    model_name: str | None
+    architecture: str
+    model_bytes: int
+    moe_layers: int
+    experts: int
+    top_k: int
+    expert_bytes: int
+    dense_bytes: int
+    cycle_bytes: int
+    threads: int
+    context_tokens: int
+    ubatch_tokens: int
+    overlap: bool | None
+    io_backend: str | None
+    io_fallback_reason: str | None
+    registered_buffers: bool | None
+    unregistered_reason: str | None
+    direct: bool | None
+    direct_fallback_reason: str | None
+    queue_depth: int | None
+    cache_bytes: int | None
+    cache_auto: bool | None
+    cache_arithmetic: str | None
+    cache_experts: int | None
+    total_experts: int
+    policy: str | None
+    lazy_map: bool | None
+    repack: bool
+    llama_cpp_version: str
+    bmoe_version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadProgress:
+    """Dense weights read so far (streaming), or llama.cpp's own progress scaled to bytes (resident)."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """How opening went.
+
+    Attributes:
+        wall_ns: From the start of `open` to ready.
+        dense_ns: Reading dense weights; None when resident.
+        dense_bytes: Read; None when resident.
+    """
+
+    wall_ns: int
+    dense_ns: int | None
+    dense_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillProgress:
+    """Prompt tokens computed so far."""
+
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Measurements around one llama_decode (a token, or one batch of the prompt).
+
+    Attributes:
+        tokens: Tokens computed.
+        wall_ns: The call.
+        stall_ns: Compute threads blocked on reads, summed over threads, divided by threads; None resident.
+        hook_ns: Announcing (looking up, posting), on the critical path; None resident.
+        loop_ns: Event loop busy with streaming; None resident.
+        lookups, hits: Unique experts looked up, and of those found; None resident.
+        reads, read_bytes: Reads started and bytes of their aligned windows; None resident.
+        evictions, rereads: None resident.
+        cpu_ns: CPU time of the whole process.
+        minor_faults, major_faults: Of the whole process.
+        overhead_ns: Between the previous llama_decode and this one; None for the first.
+    """
+
+    tokens: int
+    wall_ns: int
+    stall_ns: int | None
+    hook_ns: int | None
+    loop_ns: int | None
+    lookups: int | None
+    hits: int | None
+    reads: int | None
+    read_bytes: int | None
+    evictions: int | None
+    rereads: int | None
+    cpu_ns: int
+    minor_faults: int
+    major_faults: int
+    overhead_ns: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenEvent:
+    """One generated token.
+
+    Attributes:
+        index: From 0.
+        token: Its id.
+        text: What became complete with it (an unfinished character is held back).
+        metrics: Of the llama_decode that consumed it; every token that is reported has been decoded.
+    """
+
+    index: int
+    token: int
+    text: str
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One generation, summed up. Decode figures exclude the prompt.
+
+    Attributes:
+        end: Why it ended: "length", "eog", "cancelled", "error", "forced" (forced tokens used up).
+        prompt_tokens, tokens: Prefilled, generated.
+        prefill_ns, decode_ns: Sums of llama_decode wall time.
+        prefill_read_bytes, decode_read_bytes: None resident.
+        hit_rate: Decode hits over lookups, 0 to 1; None when resident or nothing was looked up.
+        stall_ns: Decode, per `StepMetrics.stall_ns`; None resident.
+        overhead_ns: Decode time outside llama_decode.
+        cpu_ns: Of decode.
+        submit_latency_ns_p50, submit_latency_ns_p99: Routing known to first read submitted; None unmeasured.
+        slots_used, slots_total: Now; None resident.
+        evictions, rereads, reads: Decode; None resident.
+        peak_rss_bytes: Of the process so far, or None.
+    """
+
+    end: Literal["length", "eog", "cancelled", "error", "forced"]
+    prompt_tokens: int
+    tokens: int
+    prefill_ns: int
+    decode_ns: int
+    prefill_read_bytes: int | None
+    decode_read_bytes: int | None
+    hit_rate: float | None
+    stall_ns: int | None
+    overhead_ns: int
+    cpu_ns: int
+    submit_latency_ns_p50: int | None
+    submit_latency_ns_p99: int | None
+    slots_used: int | None
+    slots_total: int | None
+    evictions: int | None
+    rereads: int | None
+    reads: int | None
+    peak_rss_bytes: int | None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Generated tokens over decode time."""
+        return self.tokens / (self.decode_ns / 1e9) if self.tokens and self.decode_ns else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens over prefill time."""
+        return self.prompt_tokens / (self.prefill_ns / 1e9) if self.prompt_tokens and self.prefill_ns else None

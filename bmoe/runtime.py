@@ -1,0 +1,316 @@
+"""One llama.cpp model and context: load, decode, sample, tokens to text and back. Synchronous.
+
+It owns the two llama.cpp handles and how they are configured for identical results. It must not know the
+event loop, reads or slots: a streaming context is one with a `Hook`, whose addresses it only passes on.
+All methods are called from one thread at a time, in practice the session's decode thread.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bmoe.io.errors import BmoeError, DecodeError, SeamError, UsageError
+from bmoe.llama_library import llama, log_lines
+from bmoe.pipeline.native import function_address, lib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+_ABORTED = 2
+_NO_KV_SLOT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """What fixes a context's results.
+
+    Attributes:
+        path: The model, or the first shard.
+        threads: Compute threads, for decode and for batches.
+        context_tokens: KV cells.
+        ubatch_tokens: Widest graph; batches are cut to it.
+        repack: Let llama.cpp copy weights into its repacked layouts. Never with a hook.
+        n_expert_used: Overrides top-k when positive.
+    """
+
+    path: str
+    threads: int
+    context_tokens: int
+    ubatch_tokens: int
+    repack: bool = False
+    n_expert_used: int = 0
+
+
+def refuse_unsafe_environment() -> None:
+    """Refuses settings under which stock and streamed results could differ.
+
+    Raises:
+        UsageError: GGML_CPU_TILED_MM_FORCE is set, which changes the stock decode path.
+    """
+    if os.environ.get("GGML_CPU_TILED_MM_FORCE", "0") not in {"", "0"}:
+        raise UsageError(
+            "GGML_CPU_TILED_MM_FORCE changes how llama.cpp computes single rows, which the hook reproduces",
+            hint="unset it, or use --resident",
+        )
+
+
+class LazyMap:
+    """For the duration of a load, makes llama.cpp map the file without reading it (docs/seam.md)."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __enter__(self) -> LazyMap:
+        self.active = bool(lib.bm_lazy_map_begin())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.active:
+            lib.bm_lazy_map_end()
+
+
+def file_mappings(path: str) -> dict[int, int]:
+    """Mappings of a file in this process: address where its first byte is (or would be) to length in bytes.
+
+    llama.cpp unmaps the header and other parts without tensors, so a mapping may lack its start.
+    """
+    status = os.stat(path)
+    key = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", str(status.st_ino))
+    found: dict[int, int] = {}
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, _, offset, device, inode, *_ = line.split(maxsplit=5)
+            if (device, inode) == key:
+                low, high = (int(x, 16) for x in span.split("-"))
+                base = low - int(offset, 16)
+                found[base] = max(found.get(base, 0), high - base)
+    return found
+
+
+class Model:
+    """A loaded `llama_model` and its vocabulary.
+
+    Args:
+        config: How to load it.
+        lazy: Map without reading; for streaming.
+        on_progress: Called with the loaded fraction; returning False stops the load.
+
+    Attributes:
+        lazy_map: Whether the file was mapped without populating it (False when the guard said no).
+
+    Raises:
+        BmoeError: llama.cpp does not load the file; its own words are in the message.
+    """
+
+    def __init__(
+        self, config: RuntimeConfig, *, lazy: bool, on_progress: Callable[[float], bool] | None = None
+    ) -> None:
+        L = llama()  # noqa: N806 (llama.cpp's module)
+        params = L.llama_model_default_params()
+        params.load_mode = L.LLAMA_LOAD_MODE_MMAP
+        params.use_extra_bufts = config.repack
+        params.n_gpu_layers = 0
+        params.load_mtp = False
+        no_devices = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
+        if on_progress is not None:
+            progress = on_progress
+            callback = type(params.progress_callback)(lambda fraction, _: progress(fraction))
+            params.progress_callback = callback
+        overrides = (L.llama_model_kv_override * 2)()
+        if config.n_expert_used:
+            from bmoe.gguf_file import read_gguf  # noqa: PLC0415 (only for this rare option)
+
+            overrides[0].key = f"{read_gguf(config.path).architecture}.expert_used_count".encode()
+            overrides[0].tag = L.LLAMA_KV_OVERRIDE_TYPE_INT
+            overrides[0].value.val_i64 = config.n_expert_used
+            params.kv_overrides = overrides
+        with log_lines() as lines:
+            if lazy:
+                with LazyMap() as lazy_map:
+                    self.handle = L.llama_model_load_from_file(os.fsencode(config.path), params)
+                self.lazy_map = lazy_map.active
+            else:
+                self.handle = L.llama_model_load_from_file(os.fsencode(config.path), params)
+                self.lazy_map = False
+        if not self.handle:
+            why = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
+            raise BmoeError(f"llama.cpp does not load {config.path}: {why}")
+        self._llama = L
+        self.vocab = L.llama_model_get_vocab(self.handle)
+        self.vocab_size: int = L.llama_vocab_n_tokens(self.vocab)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`."""
+        raw = text.encode()
+        size = len(raw) + 16
+        while True:
+            tokens = (self._llama.llama_token * size)()
+            n = self._llama.llama_tokenize(self.vocab, raw, len(raw), tokens, size, add_special, parse_special)
+            if n >= 0:
+                return list(tokens[:n])
+            size = -n
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token stands for; special tokens are empty."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = self._llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def is_end_of_generation(self, token: int) -> bool:
+        """Whether the vocabulary lists `token` as ending a generation."""
+        return bool(self._llama.llama_vocab_is_eog(self.vocab, token))
+
+    def close(self) -> None:
+        """Frees the model; every context of it must be gone."""
+        if self.handle:
+            self._llama.llama_model_free(self.handle)
+            self.handle = None
+
+
+class Context:
+    """A `llama_context`: one sequence, greedy.
+
+    Args:
+        model: Outlives the context.
+        config: The same as the model's.
+        engine_handle: Native engine whose eval and abort callbacks the context gets, or None (resident).
+        stop_flag: Resident: a nonzero value ends a running decode. Must outlive the context.
+
+    Raises:
+        BmoeError: llama.cpp does not make the context (memory).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: RuntimeConfig,
+        *,
+        engine_handle: int | None,
+        stop_flag: ctypes.c_int | None = None,
+    ) -> None:
+        L = llama()  # noqa: N806
+        self._llama = L
+        self._model = model
+        self.batch_tokens = config.ubatch_tokens
+        params = L.llama_context_default_params()
+        params.n_ctx = config.context_tokens
+        params.n_batch = config.ubatch_tokens
+        params.n_ubatch = config.ubatch_tokens
+        params.n_threads = config.threads
+        params.n_threads_batch = config.threads
+        params.offload_kqv = False
+        params.op_offload = False
+        params.no_perf = True
+        if engine_handle is not None:
+            params.cb_eval = L.ggml_backend_sched_eval_callback(function_address("bm_eval"))
+            params.cb_eval_user_data = engine_handle
+            params.abort_callback = L.ggml_abort_callback(function_address("bm_abort"))
+            params.abort_callback_data = engine_handle
+        elif stop_flag is not None:
+            params.abort_callback = L.ggml_abort_callback(function_address("bm_flag_abort"))
+            params.abort_callback_data = ctypes.addressof(stop_flag)
+        with log_lines() as lines:
+            self.handle = L.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise BmoeError(f"llama.cpp makes no context of {config.context_tokens} tokens: {'; '.join(lines)}")
+        self.context_tokens: int = L.llama_n_ctx(self.handle)
+        self._memory = L.llama_get_memory(self.handle)
+        self._batch: Any = L.llama_batch_init(config.ubatch_tokens, 0, 1)
+        self._engine_handle = engine_handle
+        self.n_past = 0
+
+    def decode(self, tokens: Sequence[int], *, logits: str = "last") -> None:
+        """Computes up to `batch_tokens` tokens after those already there.
+
+        Args:
+            tokens: The batch.
+            logits: "last", "all" or "none": which rows get logits.
+
+        Raises:
+            Aborted: The engine told the compute threads to leave; nothing of the batch is kept.
+            DecodeError: llama.cpp refused or failed.
+        """
+        n = len(tokens)
+        assert 0 < n <= self.batch_tokens
+        b = self._batch
+        b.n_tokens = n
+        for i, token in enumerate(tokens):
+            b.token[i] = token
+            b.pos[i] = self.n_past + i
+            b.n_seq_id[i] = 1
+            b.seq_id[i][0] = 0
+            b.logits[i] = logits == "all" or (logits == "last" and i == n - 1)
+        if self._engine_handle is not None:
+            lib.bm_begin_batch(self._engine_handle)
+        with log_lines() as lines:
+            status = self._llama.llama_decode(self.handle, b)
+        if status == _ABORTED:
+            raise AbortedBatch
+        if status == _NO_KV_SLOT:
+            raise DecodeError(
+                f"the context of {self.context_tokens} tokens is full after {self.n_past}",
+                hint="use a larger -c",
+            )
+        if status != 0:
+            raise DecodeError(f"llama_decode failed with {status}: {'; '.join(lines) or 'no reason given'}")
+        self.n_past += n
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """[vocab] logits of batch row `row` (-1: the last that has them). Valid until the next decode."""
+        pointer = self._llama.llama_get_logits_ith(self.handle, row)
+        if not pointer:
+            raise SeamError(f"llama.cpp has no logits for row {row}")
+        return np.ctypeslib.as_array(pointer, (self._model.vocab_size,))
+
+    def greedy(self) -> int:
+        """The token with the largest logit of the last row; the first of equals."""
+        return int(np.argmax(self.logits(-1)))
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self._llama.llama_memory_clear(self._memory, True)
+        self.n_past = 0
+
+    def truncate(self, n_past: int) -> bool:
+        """Forgets tokens from position `n_past` on. False when this model's memory cannot."""
+        if n_past == self.n_past:
+            return True
+        if not self._llama.llama_memory_seq_rm(self._memory, 0, n_past, -1):
+            return False
+        self.n_past = n_past
+        return True
+
+    def close(self) -> None:
+        """Frees the context."""
+        if self.handle:
+            self._llama.llama_batch_free(self._batch)
+            self._llama.llama_free(self.handle)
+            self.handle = None
+
+
+class AbortedBatch(Exception):  # noqa: N818 (an internal signal; the session turns it into the reason)
+    """The native side asked llama.cpp to stop in the middle of a batch."""
+
+
+class TextDecoder:
+    """Bytes of tokens to text: an incomplete character is held back until it is whole."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, piece: bytes, *, final: bool = False) -> str:
+        """The text that is complete by now."""
+        return self._decoder.decode(piece, final)

@@ -1,0 +1,537 @@
+"""A session: one model opened once, generations one after the other, asynchronously.
+
+It owns the life cycle (open, generate, cancel, close), the decode thread and the measurements around each
+llama_decode. It must not know how experts are read (streaming.py) nor how anything is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib.metadata
+import resource
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import numpy as np
+
+from bmoe import __version__
+from bmoe.budget import CacheBudget, cache_budget
+from bmoe.gguf_file import read_gguf
+from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
+from bmoe.io.memory_figures import available_bytes, process_memory
+from bmoe.model import lay_out
+from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
+from bmoe.pipeline.slots import total_slot_bytes
+from bmoe.records import (
+    EffectiveConfig,
+    LoadProgress,
+    LoadReport,
+    PrefillProgress,
+    RunSummary,
+    StepMetrics,
+    TokenEvent,
+)
+from bmoe.runtime import (
+    AbortedBatch,
+    Context,
+    Model,
+    RuntimeConfig,
+    TextDecoder,
+    file_mappings,
+    refuse_unsafe_environment,
+)
+from bmoe.streaming import StreamingEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from typing import Literal
+
+    from bmoe.config import GenerateRequest, SessionConfig
+    from bmoe.io.backend import ReadBackend
+    from bmoe.model import ModelLayout
+
+    End = Literal["length", "eog", "cancelled", "error", "forced"]
+    Event = TokenEvent | PrefillProgress | None
+
+_T = TypeVar("_T")
+
+# A busy Python thread keeps the GIL this long before the event loop gets its turn; the default is 5 ms.
+_SWITCH_INTERVAL_S = 50e-6
+
+
+class Session:
+    """A model that generates. Made by `open`; `aclose` it, or use `async with await Session.open(...)`.
+
+    Attributes:
+        effective: What really runs.
+        load_report: How opening went.
+        summary: Of the last generation, also after a cancel or an error; None before the first.
+        prefill_metrics: One record per prompt batch of the last generation.
+        context: The llama context, for tools that work below the session (`verify`).
+        streaming: The pipeline, or None when resident.
+    """
+
+    effective: EffectiveConfig
+    load_report: LoadReport
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.config = config
+        self.summary: RunSummary | None = None
+        self.prefill_metrics: list[StepMetrics] = []
+        self.streaming: StreamingEngine | None = None
+        self.context: Context
+        self.model: Model
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
+        self._cancelled = threading.Event()
+        self._stop_flag = ctypes.c_int(0)
+        self._generating = False
+        self._switch_interval = sys.getswitchinterval()
+
+    # --- open and close -----------------------------------------------------------------------------
+
+    @classmethod
+    async def open(
+        cls,
+        config: SessionConfig,
+        *,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        wrap_backend: Callable[[ReadBackend], ReadBackend] | None = None,
+    ) -> Self:
+        """Loads a model and makes everything ready for the first token.
+
+        Args:
+            config: What is wanted.
+            on_progress: Called on the loop as weights are read.
+            wrap_backend: Tests inject faults here.
+
+        Raises:
+            BmoeError: Any leaf of `bmoe.io.errors`; nothing is left open.
+        """
+        session = cls(config)
+        try:
+            await session._open(on_progress or (lambda _: None), wrap_backend)
+        except BaseException:
+            await session.aclose()
+            raise
+        return session
+
+    async def _open(
+        self,
+        on_progress: Callable[[LoadProgress], None],
+        wrap_backend: Callable[[ReadBackend], ReadBackend] | None,
+    ) -> None:
+        t0 = time.monotonic_ns()
+        config = self.config
+        layout = await self._in_thread(lambda: lay_out(read_gguf(config.model_path)))
+        bind_ggml()
+        if config.mode == "stream" and not layout.is_moe:
+            raise UsageError(f"{config.model_path} has no expert tensors to stream", hint="use --resident")
+        stream = layout.is_moe and config.mode != "resident"
+        runtime = RuntimeConfig(
+            path=config.model_path,
+            threads=config.threads,
+            context_tokens=config.context_tokens,
+            ubatch_tokens=min(config.ubatch_tokens, config.context_tokens),
+            repack=config.repack and not stream,
+        )
+        budget: CacheBudget | None = None
+        dense_ns: int | None = None
+        if stream:
+            refuse_unsafe_environment()
+            budget, dense_ns = await self._load_streaming(layout, runtime, on_progress, wrap_backend)
+        else:
+            await self._load_resident(layout, runtime, on_progress)
+        handle = self.streaming.engine.handle if self.streaming else None
+        self.context = await self._in_thread(
+            lambda: Context(self.model, runtime, engine_handle=handle, stop_flag=self._stop_flag)
+        )
+        if self.streaming:
+            await self.streaming.start(config.policy)
+        self.effective = self._effective(layout, runtime, budget)
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self.load_report = LoadReport(
+            wall_ns=time.monotonic_ns() - t0,
+            dense_ns=dense_ns,
+            dense_bytes=layout.dense_bytes if stream else None,
+        )
+
+    async def _load_streaming(
+        self,
+        layout: ModelLayout,
+        runtime: RuntimeConfig,
+        on_progress: Callable[[LoadProgress], None],
+        wrap_backend: Callable[[ReadBackend], ReadBackend] | None,
+    ) -> tuple[CacheBudget, int]:
+        config = self.config
+        streaming = self.streaming = StreamingEngine(layout)
+        streaming.open_files(direct=config.direct)
+        budget = cache_budget(
+            layout,
+            wanted_bytes=config.cache_bytes,
+            floor_bytes=config.cache_floor_bytes,
+            everything_bytes=total_slot_bytes(layout.tensors, streaming.block_bytes),
+            available_bytes=available_bytes(),
+            context_tokens=config.context_tokens,
+            ubatch_tokens=runtime.ubatch_tokens,
+        )
+        streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
+        before = [file_mappings(p) for p in layout.facts.paths]
+        loading = asyncio.ensure_future(self._in_thread(lambda: Model(runtime, lazy=True)))
+        t0 = time.monotonic_ns()
+        try:
+            await streaming.load_dense(
+                lambda done, total: on_progress(LoadProgress(done_bytes=done, total_bytes=total))
+            )
+        finally:
+            dense_ns = time.monotonic_ns() - t0
+            # The loader cannot be interrupted; its model must not outlive us.
+            with contextlib.suppress(BmoeError):
+                self.model = await loading
+        self.model = loading.result()
+        for number, path in enumerate(layout.facts.paths):
+            new = [m for m in file_mappings(path).items() if m[0] not in before[number]]
+            if len(new) != 1:
+                raise SeamError(f"llama.cpp mapped {path} {len(new)} times, expected once")
+            streaming.set_mapping(number, *new[0])
+        return budget, dense_ns
+
+    async def _load_resident(
+        self, layout: ModelLayout, runtime: RuntimeConfig, on_progress: Callable[[LoadProgress], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        total = sum(layout.facts.sizes_bytes)
+
+        def progress(fraction: float) -> bool:
+            done = LoadProgress(done_bytes=int(fraction * total), total_bytes=total)
+            loop.call_soon_threadsafe(on_progress, done)
+            return not self._cancelled.is_set()
+
+        self.model = await self._in_thread(lambda: Model(runtime, lazy=False, on_progress=progress))
+
+    def _effective(self, layout: ModelLayout, runtime: RuntimeConfig, budget: CacheBudget | None) -> EffectiveConfig:
+        s, config, facts = self.streaming, self.config, layout.facts
+        name = facts.metadata.get("general.name")
+        reasons = sorted({f.fallback_reason for f in s.files if f.fallback_reason}) if s else []
+        return EffectiveConfig(
+            mode="streaming" if s else "resident",
+            mode_reason="the model has no experts" if config.mode == "auto" and not s else None,
+            model_path=config.model_path,
+            model_name=name if isinstance(name, str) else None,
+            architecture=facts.architecture,
+            model_bytes=sum(facts.sizes_bytes),
+            moe_layers=len(layout.layer_numbers),
+            experts=layout.experts,
+            top_k=layout.top_k,
+            expert_bytes=layout.expert_bytes,
+            dense_bytes=layout.dense_bytes,
+            cycle_bytes=layout.cycle_bytes,
+            threads=runtime.threads,
+            context_tokens=self.context.context_tokens,
+            ubatch_tokens=runtime.ubatch_tokens,
+            overlap=config.overlap if s else None,
+            io_backend=s.backend.name if s else None,
+            io_fallback_reason=s.backend.fallback_reason if s else None,
+            registered_buffers=s.backend.registered if s else None,
+            unregistered_reason=s.backend.unregistered_reason if s else None,
+            direct=all(f.direct for f in s.files) if s else None,
+            direct_fallback_reason="; ".join(reasons) or None,
+            queue_depth=s.backend.queue_depth if s else None,
+            cache_bytes=s.plan.used_bytes if s else None,
+            cache_auto=budget.auto if budget else None,
+            cache_arithmetic=budget.arithmetic if budget else None,
+            cache_experts=s.plan.expert_slots if s else None,
+            total_experts=s.plan.total_experts if s else layout.experts * len(layout.layer_numbers),
+            policy=config.policy if s else None,
+            lazy_map=self.model.lazy_map if s else None,
+            repack=runtime.repack,
+            llama_cpp_version=importlib.metadata.version("llama-cpp-python"),
+            bmoe_version=__version__,
+        )
+
+    async def aclose(self) -> None:
+        """Frees everything. Idempotent; waits for a generation that is running."""
+        self.cancel()
+        if hasattr(self, "context"):
+            await self._in_thread(self.context.close)
+        if hasattr(self, "model"):
+            await self._in_thread(self.model.close)
+        if self.streaming:
+            await self.streaming.aclose()
+            self.streaming = None
+        self._executor.shutdown()
+        sys.setswitchinterval(self._switch_interval)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _in_thread(self, function: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    # --- generate -------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Ends the running generation, from any thread or a signal handler. Nothing of it is kept."""
+        self._cancelled.set()
+        self._stop_flag.value = 1
+        if self.streaming and hasattr(self.streaming, "engine"):
+            self.streaming.stop(STOP_CANCEL)
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        on_prefill: Callable[[PrefillProgress], None] | None = None,
+    ) -> AsyncIterator[TokenEvent]:
+        """Computes the prompt and yields tokens as they are made.
+
+        Args:
+            request: What to generate.
+            on_prefill: Called on the loop after every batch of the prompt.
+
+        Raises:
+            Cancelled: `cancel` was called.
+            UsageError: The prompt is empty, or prompt and tokens do not fit the context.
+            ReadError: Expert bytes could not be read; no token that used them was yielded.
+            StallError: A wait for one slice exceeded the watchdog.
+            DecodeError: llama.cpp failed.
+        """
+        if self._generating:
+            raise RuntimeError("one generation at a time")
+        self._generating = True
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def post(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        run = _Run(self, request, post)
+        work = loop.run_in_executor(self._executor, run)
+        finished = False
+        try:
+            while (event := await events.get()) is not None:
+                if isinstance(event, PrefillProgress):
+                    if on_prefill is not None:
+                        on_prefill(event)
+                    continue
+                yield event
+            finished = True
+        finally:
+            if not finished:
+                self.cancel()
+            failure = await work
+            error = self._settle(failure)
+            self.summary = run.summary(error)
+            self._generating = False
+        if error is not None:
+            raise error
+
+    def _settle(self, failure: BaseException | None) -> BaseException | None:
+        """After the decode thread is done: the real reason of an abort, and a clean slate."""
+        error = failure
+        if self.streaming:
+            engine = self.streaming.engine
+            reason, slice_id = engine.stop_reason()
+            if isinstance(failure, AbortedBatch):
+                if reason == STOP_IO:
+                    error = self.streaming.streamer.error or BmoeError("an expert read failed")
+                elif reason == STOP_STALL:
+                    error = StallError(
+                        f"no progress for {self.config.watchdog_s:g} s while waiting for "
+                        f"{engine.slice_name(slice_id)}"
+                    )
+                elif reason == STOP_FAULT:
+                    error = BmoeError(engine.fault())
+            self.streaming.streamer.reset()
+        if isinstance(error, AbortedBatch):
+            error = Cancelled("cancelled")
+        if error is not None and hasattr(self, "context"):
+            # llama.cpp has rolled the batch back; recurrent state it cannot. Start afresh either way.
+            self.context.clear()
+        self._cancelled.clear()
+        self._stop_flag.value = 0
+        return error
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called since the last generation ended."""
+        return self._cancelled.is_set()
+
+
+class _Meter:
+    """Differences of all counters around one llama_decode."""
+
+    def __init__(self, session: Session) -> None:
+        self._streaming = session.streaming
+        self._threads = session.effective.threads
+        self._end_ns: int | None = None
+
+    def begin(self) -> None:
+        s = self._streaming
+        self._before = (s.engine.statistics(), s.streamer.statistics()) if s else None
+        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._cpu_ns = time.process_time_ns()
+        self._t0 = time.monotonic_ns()
+
+    def end(self, tokens: int) -> StepMetrics:
+        t1 = time.monotonic_ns()
+        cpu_ns = time.process_time_ns() - self._cpu_ns
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        stall = hook = loop = lookups = hits = reads = read_bytes = evictions = rereads = None
+        if self._streaming and self._before:
+            e0, s0 = self._before
+            e1, s1 = self._streaming.engine.statistics(), self._streaming.streamer.statistics()
+            stall = (e1.stall_ns - e0.stall_ns) // self._threads
+            hook, loop = e1.announce_ns - e0.announce_ns, s1.loop_ns - s0.loop_ns
+            lookups, hits = e1.lookups - e0.lookups, e1.hits - e0.hits
+            reads, read_bytes = s1.reads - s0.reads, s1.read_bytes - s0.read_bytes
+            evictions, rereads = s1.evictions - s0.evictions, s1.rereads - s0.rereads
+        overhead_ns = None if self._end_ns is None else self._t0 - self._end_ns
+        self._end_ns = t1
+        return StepMetrics(
+            tokens=tokens,
+            wall_ns=t1 - self._t0,
+            stall_ns=stall,
+            hook_ns=hook,
+            loop_ns=loop,
+            lookups=lookups,
+            hits=hits,
+            reads=reads,
+            read_bytes=read_bytes,
+            evictions=evictions,
+            rereads=rereads,
+            cpu_ns=cpu_ns,
+            minor_faults=usage.ru_minflt - self._usage.ru_minflt,
+            major_faults=usage.ru_majflt - self._usage.ru_majflt,
+            overhead_ns=overhead_ns,
+        )
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    return None if not values or any(v is None for v in values) else sum(v for v in values if v is not None)
+
+
+class _Run:
+    """One generation, on the decode thread. Called once; returns the error that ended it, if any."""
+
+    def __init__(self, session: Session, request: GenerateRequest, post: Callable[[Event], None]) -> None:
+        self._session = session
+        self._request = request
+        self._post = post
+        self._end: End = "length"
+        self._prompt_tokens = 0
+        self._prefill: list[StepMetrics] = session.prefill_metrics
+        self._prefill.clear()
+        self._steps: list[StepMetrics] = []
+        self._latency_mark = 0
+
+    def __call__(self) -> BaseException | None:
+        try:
+            self._generate()
+        except BaseException as error:  # noqa: BLE001 (handed to the event loop's side, which raises it)
+            return error
+        else:
+            return None
+        finally:
+            self._post(None)
+
+    def _check_cancelled(self) -> None:
+        if self._session.is_cancelled:
+            raise AbortedBatch
+
+    def _generate(self) -> None:
+        session, request = self._session, self._request
+        context, model = session.context, session.model
+        tokens = model.tokenize(request.prompt)
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        needed = len(tokens) + request.n_predict
+        if needed > context.context_tokens:
+            raise UsageError(
+                f"{len(tokens)} prompt tokens and {request.n_predict} to generate do not fit a context of "
+                f"{context.context_tokens}",
+                hint=f"use -c {needed} or more, or a smaller -n",
+            )
+        context.clear()
+        if session.streaming:
+            session.streaming.streamer.submit_latencies_ns.clear()
+        meter = _Meter(session)
+        step = context.batch_tokens
+        for start in range(0, len(tokens), step):
+            self._check_cancelled()
+            batch = tokens[start : start + step]
+            meter.begin()
+            context.decode(batch, logits="last" if start + step >= len(tokens) else "none")
+            self._prefill.append(meter.end(len(batch)))
+            self._prompt_tokens += len(batch)
+            self._post(PrefillProgress(done_tokens=self._prompt_tokens, total_tokens=len(tokens)))
+        if session.streaming:
+            session.streaming.check_seam()
+            self._latency_mark = len(session.streaming.streamer.submit_latencies_ns)
+        self._decode(meter)
+
+    def _decode(self, meter: _Meter) -> None:
+        context, model, request = self._session.context, self._session.model, self._request
+        text = TextDecoder()
+        for index in range(request.n_predict):
+            self._check_cancelled()
+            if request.forced:
+                if index == len(request.forced):
+                    self._end = "forced"
+                    break
+                token = request.forced[index]
+            else:
+                token = context.greedy()
+                if not request.ignore_eog and model.is_end_of_generation(token):
+                    self._end = "eog"
+                    break
+            meter.begin()
+            context.decode((token,))
+            metrics = meter.end(1)
+            self._steps.append(metrics)
+            last = index == request.n_predict - 1
+            piece = text.feed(model.piece(token), final=last)
+            self._post(TokenEvent(index=index, token=token, text=piece, metrics=metrics))
+
+    def summary(self, error: BaseException | None) -> RunSummary:
+        session, steps = self._session, self._steps
+        lookups, hits = _total([m.lookups for m in steps]), _total([m.hits for m in steps])
+        streaming = session.streaming
+        p50 = p99 = None
+        if streaming and (latencies := streaming.streamer.submit_latencies_ns[self._latency_mark :]):
+            p50, p99 = (int(x) for x in np.percentile(latencies, (50, 99)))
+        slots = streaming.streamer.statistics() if streaming else None
+        end: End = self._end
+        if error is not None:
+            end = "cancelled" if isinstance(error, Cancelled) else "error"
+        return RunSummary(
+            end=end,
+            prompt_tokens=self._prompt_tokens,
+            tokens=len(steps),
+            prefill_ns=sum(m.wall_ns for m in self._prefill),
+            decode_ns=sum(m.wall_ns for m in steps),
+            prefill_read_bytes=_total([m.read_bytes for m in self._prefill]),
+            decode_read_bytes=_total([m.read_bytes for m in steps]),
+            hit_rate=hits / lookups if hits is not None and lookups else None,
+            stall_ns=_total([m.stall_ns for m in steps]),
+            overhead_ns=sum(m.overhead_ns or 0 for m in steps),
+            cpu_ns=sum(m.cpu_ns for m in steps),
+            submit_latency_ns_p50=p50,
+            submit_latency_ns_p99=p99,
+            slots_used=slots.slots_used if slots else None,
+            slots_total=slots.slots_total if slots else None,
+            evictions=_total([m.evictions for m in steps]),
+            rereads=_total([m.rereads for m in steps]),
+            reads=_total([m.reads for m in steps]),
+            peak_rss_bytes=process_memory().peak_rss_bytes,
+        )

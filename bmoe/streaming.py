@@ -1,0 +1,182 @@
+"""Puts the pipeline together for one model: files, dense image, slots, native engine, streamer.
+
+It owns the order in which these are made and torn down. It must not know tokens or llama.cpp's contexts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from ctypes import c_int32
+from typing import TYPE_CHECKING
+
+from bmoe.io.backend_choice import open_backend
+from bmoe.io.errors import SeamError
+from bmoe.io.files import DirectFile
+from bmoe.io.range_image import RangeImage
+from bmoe.io.read_queue import ReadQueue
+from bmoe.io.slot_memory import SlotMemory
+from bmoe.pipeline.native import Engine, Segment, lib
+from bmoe.pipeline.slots import SlotPlan, plan_slots
+from bmoe.pipeline.streamer import Streamer
+from bmoe.policies import policy_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bmoe.config import SessionConfig
+    from bmoe.io.backend import ReadBackend
+    from bmoe.model import ModelLayout
+
+
+class StreamingEngine:
+    """Everything that streams one model's experts. Made by `open`.
+
+    Attributes:
+        engine: The native engine; its handle goes to the llama_context.
+        streamer: The asyncio side.
+        plan: The slots.
+        backend: What reads.
+        files: The model's files.
+        dense: The dense weights' memory, or None when the model has none.
+    """
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self.layout = layout
+        self.files: list[DirectFile] = []
+        self.backend: ReadBackend
+        self.plan: SlotPlan
+        self.engine: Engine
+        self.streamer: Streamer
+        self.dense: RangeImage | None = None
+        self._memories: list[SlotMemory] = []
+        self._event_fd = -1
+        self._queue: ReadQueue | None = None
+        self._streaming = False
+
+    def open_files(self, *, direct: bool) -> None:
+        """Opens and probes the model's files.
+
+        Raises:
+            FileError: One cannot be opened.
+        """
+        for path in self.layout.facts.paths:
+            self.files.append(DirectFile.open(path, direct=direct))
+
+    @property
+    def block_bytes(self) -> int:
+        """The largest read alignment among the files."""
+        return max(f.block_bytes for f in self.files)
+
+    def prepare(
+        self,
+        config: SessionConfig,
+        cache_bytes: int,
+        *,
+        wrap_backend: Callable[[ReadBackend], ReadBackend] | None = None,
+    ) -> None:
+        """Makes the backend, the slots and the native engine. Touches no slot memory yet.
+
+        Args:
+            config: Backend, depth, policy, overlap, watchdog.
+            cache_bytes: Budget for slots.
+            wrap_backend: Tests put faults between the queue and the backend here.
+
+        Raises:
+            MemoryBudgetError: The budget is below the least that works.
+            BackendError: The backend was asked for by name and does not work.
+        """
+        self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes)
+        backend = open_backend(config.io_backend, config.queue_depth)
+        self.backend = wrap_backend(backend) if wrap_backend else backend
+        # Tags are slots while streaming; loading dense weights needs a few of its own.
+        self._queue = ReadQueue(self.backend, self.block_bytes, max(64, self.plan.total_slots))
+        self._memories = [SlotMemory(c.slot_bytes, c.slots) for c in self.plan.classes]
+        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.engine = Engine(
+            self.layout.tensors,
+            slots=self.plan.total_slots,
+            event_fd=self._event_fd,
+            half_life_batches=config.half_life_tokens,
+            watchdog_ns=int(config.watchdog_s * 1e9),
+            serial=not config.overlap,
+        )
+
+    async def load_dense(self, on_progress: Callable[[int, int], None]) -> None:
+        """Reads everything that is not an expert into memory of its own.
+
+        Raises:
+            ReadError: A read failed.
+            MemoryBudgetError: No memory.
+        """
+        assert self._queue is not None
+        if not self.layout.dense:
+            return
+        self.dense = RangeImage(self.files, self.layout.dense)
+        await self.dense.load(self._queue, on_progress)
+        segments = self.dense.segments()
+        array = (Segment * len(segments))()
+        for i, (file, start, end, address) in enumerate(segments):
+            array[i] = Segment(start=start, end=end, file=file, address=address)
+        if lib.bm_set_segments(self.engine.handle, array, len(segments)):
+            raise MemoryError("bm_set_segments")
+
+    def set_mapping(self, file: int, address: int, length_bytes: int) -> None:
+        """Says where llama.cpp has mapped file number `file`."""
+        lib.bm_set_mapping(self.engine.handle, file, address, length_bytes)
+
+    async def start(self, policy: str) -> None:
+        """Makes the first slots usable and starts serving.
+
+        Raises:
+            MemoryBudgetError: No memory for them.
+        """
+        assert self._queue is not None
+        ids = [self._queue.add_file(f) for f in self.files]
+        self.streamer = Streamer(
+            engine=self.engine,
+            plan=self.plan,
+            memories=self._memories,
+            queue=self._queue,
+            files=ids,
+            block_bytes=[f.block_bytes for f in self.files],
+            make_policy=policy_named(policy),
+            event_fd=self._event_fd,
+        )
+        await self.streamer.start()
+        self._streaming = True
+
+    def check_seam(self) -> None:
+        """After the first batch: the hook must have served it.
+
+        Raises:
+            SeamError: No expert matmul was seen, so nothing was streamed.
+        """
+        if self.engine.statistics().nodes == 0:
+            raise SeamError(
+                "llama.cpp ran no expert matmul that the hook knows",
+                hint="run with --resident; please report the model's architecture",
+            )
+
+    def stop(self, reason: int) -> None:
+        """Tells compute threads to leave; from any thread."""
+        lib.bm_stop(self.engine.handle, c_int32(reason))
+
+    async def aclose(self) -> None:
+        """Tears down. The llama_context must be gone; no compute thread runs."""
+        if self._streaming:
+            await self.streamer.aclose()
+        elif self._queue is not None:
+            await self._queue.aclose()
+        await asyncio.sleep(0)
+        if hasattr(self, "engine"):
+            self.engine.close()
+        for memory in self._memories:
+            memory.close()
+        if self.dense is not None:
+            self.dense.close()
+        for file in self.files:
+            file.close()
+        if self._event_fd >= 0:
+            os.close(self._event_fd)
+            self._event_fd = -1

@@ -1,0 +1,265 @@
+"""Reads that either deliver what was asked for or end in one clear error.
+
+Owns what a result means: short reads are resumed, interrupted ones repeated, and whatever stays short
+becomes a `ReadError`. Must not know which backend reads, nor what the bytes are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from bmoe.io.errors import ReadError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from bmoe.io.backend import BackendStatistics, ReadBackend, Target
+    from bmoe.io.files import DirectFile
+
+OnDone = Callable[[list[int]], None]
+OnError = Callable[[int, ReadError], None]
+
+_TRANSIENT: Final = frozenset({errno.EAGAIN, errno.EINTR})
+# The first retries are made at once; then with pauses that double from 1 ms: 127 ms in all.
+_RETRIES_AT_ONCE: Final = 3
+_MAX_RETRIES: Final = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadQueueStatistics:
+    """Counts since the queue was made.
+
+    Attributes:
+        done: Reads that reached their end.
+        failed: Reads that ended in an error.
+        retried: Repetitions after EINTR or EAGAIN.
+        resumed: Continuations after a short read.
+        backend: Of the backend below.
+    """
+
+    done: int
+    failed: int
+    retried: int
+    resumed: int
+    backend: BackendStatistics
+
+
+class _Request:
+    """One read in flight, as asked for, and how far it has come."""
+
+    __slots__ = ("file_id", "need_bytes", "offset_bytes", "reached_bytes", "retries", "start_bytes", "target")
+
+    def __init__(self, file_id: int, offset_bytes: int, need_bytes: int, target: Target) -> None:
+        self.file_id = file_id
+        self.offset_bytes = offset_bytes
+        self.need_bytes = need_bytes
+        self.target = target
+        self.start_bytes = 0  # where the present attempt began: a block boundary
+        self.reached_bytes = 0  # bytes known to have arrived
+        self.retries = 0  # since the last progress
+
+
+class ReadQueue:
+    """Reads by tag over a backend.
+
+    Args:
+        backend: Not started yet, or idle. `aclose` closes it.
+        block_bytes: The largest block size of the files read; short reads resume at its multiples.
+        capacity: Tags are smaller than this.
+    """
+
+    def __init__(self, backend: ReadBackend, block_bytes: int, capacity: int) -> None:
+        self.backend: Final = backend
+        self.block_bytes: Final = block_bytes
+        self.capacity: Final = capacity
+        self._backend_read = backend.read
+        # By tag. What a completion must reach to be all there is to it; 0: no such read.
+        self._need_bytes = [0] * capacity
+        self._requests: list[_Request | None] = [None] * capacity
+        self._in_flight = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_done: OnDone | None = None
+        self._on_error: OnError | None = None
+        self._pauses: dict[int, asyncio.TimerHandle] = {}  # by tag: retries that wait
+        self._closing = False
+        self._done = self._failed = self._retried = self._resumed = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Reads whose end has not been reported."""
+        return self._in_flight
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_done: OnDone, on_error: OnError) -> None:
+        """Report on `loop`: one `on_done` per wake-up with all tags done, then one `on_error` per failure.
+
+        A tag is free again when its callback is called. May be called again with nothing in flight, to
+        hand the queue to another consumer.
+        """
+        if self._in_flight:
+            raise RuntimeError(f"{self._in_flight} reads of another consumer are in flight")
+        self.backend.start(loop, self._on_complete)
+        self._loop = loop
+        self._on_done = on_done
+        self._on_error = on_error
+
+    def add_file(self, file: DirectFile) -> int:
+        """The id of `file` for `read`."""
+        if self.block_bytes % file.block_bytes:
+            raise ValueError(f"{file!r} does not fit a queue with blocks of {self.block_bytes} bytes")
+        return self.backend.add_file(file)
+
+    def read(self, tag: int, file_id: int, offset_bytes: int, need_bytes: int, target: Target) -> None:
+        """Queue a read of `target.view` from `offset_bytes` on, done once `need_bytes` have arrived.
+
+        Args:
+            tag: Small and not in flight.
+            file_id: From `add_file`.
+            offset_bytes: A multiple of the file's block size.
+            need_bytes: 1 to the length of the target. The target may reach past the end of the file
+                by less than a block: it then never fills.
+            target: From `backend.prepare`.
+        """
+        assert not self._need_bytes[tag], f"tag {tag} is in flight already"  # noqa: S101 (our bug)
+        assert 0 < need_bytes <= target.view.nbytes, f"{need_bytes} bytes into {target.view.nbytes}"  # noqa: S101 (as above)
+        self._backend_read(file_id, offset_bytes, target, tag)
+        self._need_bytes[tag] = need_bytes
+        self._requests[tag] = _Request(file_id, offset_bytes, need_bytes, target)
+        self._in_flight += 1
+
+    def submit(self) -> None:
+        """Hand over all that is queued."""
+        self.backend.submit()
+
+    async def aclose(self) -> None:
+        """Wait for what is in flight and close the backend; idempotent.
+
+        Every read in flight is still reported, as done if it came through, else as an error. On return
+        nothing writes to any target any more.
+        """
+        self._closing = True
+        for tag, pause in list(self._pauses.items()):
+            pause.cancel()
+            self._fail(tag, errno.ECANCELED)
+        self._pauses.clear()
+        await self.backend.aclose()
+
+    def statistics(self) -> ReadQueueStatistics:
+        """Counts so far."""
+        return ReadQueueStatistics(
+            done=self._done,
+            failed=self._failed,
+            retried=self._retried,
+            resumed=self._resumed,
+            backend=self.backend.statistics(),
+        )
+
+    def _on_complete(self, tags: list[int], results: list[int]) -> None:
+        need_bytes = self._need_bytes
+        done: list[int] = []
+        odd: list[tuple[int, int]] = []
+        for tag, result in zip(tags, results, strict=True):
+            if result >= need_bytes[tag]:
+                need_bytes[tag] = 0
+                done.append(tag)
+            else:
+                odd.append((tag, result))
+        if done:
+            self._in_flight -= len(done)
+            self._done += len(done)
+            self._on_done(done)  # type: ignore[misc]  # set by start, or there would be no completion
+        for tag, result in odd:
+            self._go_on(tag, result)
+        if odd:
+            self.backend.submit()
+
+    def _go_on(self, tag: int, result: int) -> None:
+        """A read that has not reached its end: repeat, resume, or give up."""
+        request = self._request(tag)
+        if result < 0:
+            if -result not in _TRANSIENT or request.retries == _MAX_RETRIES:
+                self._fail(tag, -result)
+                return
+            request.retries += 1
+            self._retried += 1
+            if request.retries <= _RETRIES_AT_ONCE:
+                self._again(tag)
+            else:
+                self._again_later(tag, 0.001 * 2 ** (request.retries - _RETRIES_AT_ONCE - 1))
+            return
+        reached_bytes = request.start_bytes + result
+        if reached_bytes <= request.reached_bytes:
+            self._fail(tag, 0)  # the same place as before: the file ends here
+            return
+        request.reached_bytes = reached_bytes
+        request.start_bytes = reached_bytes - reached_bytes % self.block_bytes
+        request.retries = 0
+        self._need_bytes[tag] = request.need_bytes - request.start_bytes
+        self._resumed += 1
+        self._again(tag)
+
+    def _again(self, tag: int) -> None:
+        self._pauses.pop(tag, None)
+        if self._closing:
+            self._fail(tag, errno.ECANCELED)
+            return
+        request = self._request(tag)
+        target = request.target
+        if request.start_bytes:
+            target = self.backend.prepare(target.buffer_id, target.view[request.start_bytes :])
+        self._backend_read(request.file_id, request.offset_bytes + request.start_bytes, target, tag)
+
+    def _again_later(self, tag: int, seconds: float) -> None:
+        if self._closing:
+            self._fail(tag, errno.ECANCELED)
+            return
+
+        def again() -> None:
+            self._again(tag)
+            self.backend.submit()
+
+        assert self._loop is not None  # noqa: S101 (set by start)
+        self._pauses[tag] = self._loop.call_later(seconds, again)
+
+    def _fail(self, tag: int, number: int) -> None:
+        """Report the end of a read; `number` is its errno, or 0 when the bytes ran out."""
+        request = self._request(tag)
+        self._need_bytes[tag] = 0
+        self._requests[tag] = None
+        self._in_flight -= 1
+        self._failed += 1
+        file = self.backend.file(request.file_id)
+        error = _read_error(file, request, number)
+        self._on_error(tag, error)  # type: ignore[misc]  # set by start
+
+    def _request(self, tag: int) -> _Request:
+        request = self._requests[tag]
+        assert request is not None, f"a completion for tag {tag}, which is not in flight"  # noqa: S101 (our bug)
+        return request
+
+
+def _read_error(file: DirectFile, request: _Request, number: int) -> ReadError:
+    hint = None
+    if number == errno.ECANCELED:
+        message = "the read was cancelled"
+    elif number == errno.EIO:
+        message, hint = "the drive reports a read error", "see dmesg; the file may need to be copied anew"
+    elif number:
+        message = f"the read failed: {os.strerror(number)}"
+    else:
+        message = "the file ends too early"
+        try:
+            file.check_unchanged()
+        except ReadError as changed:
+            hint = changed.message
+    return ReadError(
+        message,
+        path=file.path,
+        offset_bytes=request.offset_bytes,
+        expected=f"{request.need_bytes} bytes",
+        got=f"{request.reached_bytes} bytes" + (f" and errno {number}" if number else ""),
+        hint=hint,
+    )

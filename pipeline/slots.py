@@ -1,0 +1,100 @@
+"""How a byte budget becomes slots: one class of slots per distinct slice size.
+
+Owns geometry only. It must not know what is resident, nor who reads.
+
+A slice lies in its file at any multiple of 32 bytes, and O_DIRECT reads whole blocks, so a slot holds the
+slice's window rounded outward at both ends: the slice's first byte is `slot + file_offset % block`. Slots
+are whole pages; for experts of real models (hundreds of KiB) this wastes well under 1 %.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bmoe.io.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bmoe.pipeline.native import StreamedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Slots of one size. Their global numbers are `[first_slot, first_slot + slots)`."""
+
+    slice_bytes: int
+    slot_bytes: int
+    slots: int
+    first_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Slot classes for a set of tensors under a budget.
+
+    `class_of_tensor[t]` indexes `classes`. `expert_slots` is how many whole experts fit, rounded down.
+    """
+
+    classes: tuple[SlotClass, ...]
+    class_of_tensor: tuple[int, ...]
+    budget_bytes: int
+    used_bytes: int
+    total_slots: int
+    expert_slots: int
+    total_experts: int
+
+
+def slot_bytes_for(slice_bytes: int, block_bytes: int) -> int:
+    """Size of a slot for slices of this size: the widest window, in whole pages."""
+    page = mmap.PAGESIZE
+    return -(-(slice_bytes + block_bytes) // page) * page
+
+
+def total_slot_bytes(tensors: Sequence[StreamedTensor], block_bytes: int) -> int:
+    """Budget at which every expert of every layer has a slot."""
+    return sum(slot_bytes_for(t.slice_bytes, block_bytes) * t.experts for t in tensors)
+
+
+def plan_slots(tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes: int) -> SlotPlan:
+    """Divides `budget_bytes` among the slot classes in proportion to what each would need in full.
+
+    Args:
+        tensors: The streamed tensors.
+        budget_bytes: Memory for slots. More than everything is cut to everything.
+        block_bytes: The largest read alignment among the files.
+
+    Raises:
+        MemoryBudgetError: The budget does not give every class at least one slot.
+    """
+    sizes = sorted({t.slice_bytes for t in tensors})
+    wanted = {size: sum(t.experts for t in tensors if t.slice_bytes == size) for size in sizes}
+    full = {size: wanted[size] * slot_bytes_for(size, block_bytes) for size in sizes}
+    everything = sum(full.values())
+    budget = min(budget_bytes, everything)
+    classes: list[SlotClass] = []
+    first = 0
+    for size in sizes:
+        slot_bytes = slot_bytes_for(size, block_bytes)
+        slots = min(wanted[size], budget * full[size] // everything // slot_bytes)
+        if slots == 0:
+            least = -(-everything * slot_bytes // full[size])
+            raise MemoryBudgetError(
+                f"an expert cache of {budget_bytes} bytes has no room for one slice of {size} bytes",
+                hint=f"the least that works for this model is {-(-least // (1 << 20))} MiB",
+            )
+        classes.append(SlotClass(slice_bytes=size, slot_bytes=slot_bytes, slots=slots, first_slot=first))
+        first += slots
+    experts = sum({t.layer: t.experts for t in tensors}.values())
+    slices = sum(t.experts for t in tensors)
+    return SlotPlan(
+        classes=tuple(classes),
+        class_of_tensor=tuple(sizes.index(t.slice_bytes) for t in tensors),
+        budget_bytes=budget_bytes,
+        used_bytes=sum(c.slots * c.slot_bytes for c in classes),
+        total_slots=first,
+        expert_slots=first * experts // slices,
+        total_experts=experts,
+    )

@@ -1,0 +1,400 @@
+"""The asyncio half of the pipeline: requests in, reads out, readiness back.
+
+It owns the slots' free lists, the order of eviction as the policy chose it, and the growth of slot
+memory. It must not know models or tokens. Everything here runs on the loop's thread, and only when a
+layer missed: doorbell, take, assign, read, submit. Choosing victims comes after the submission, in
+batches, so that the next miss only has to try candidates that are already ranked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bmoe.io.errors import MemoryBudgetError
+from bmoe.pipeline.native import PIN_SHIFT, STOP_IO, Engine, lib
+from bmoe.pipeline.policy import UseHistory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from bmoe.io.backend import Target
+    from bmoe.io.errors import ReadError
+    from bmoe.io.read_queue import ReadQueue
+    from bmoe.io.slot_memory import SlotMemory
+    from bmoe.pipeline.policy import EvictionPolicy
+    from bmoe.pipeline.slots import SlotPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StreamerStatistics:
+    """Counters since the streamer started.
+
+    Attributes:
+        reads: Slice reads started.
+        read_bytes: Bytes of the windows read.
+        slice_bytes: Bytes of the slices in them.
+        evictions: Slices taken out of their slots.
+        rereads: Reads of slices that had been resident before.
+        sweeps: Times that ranked victims had run out and any idle slice was taken.
+        starved: Times that a request had to wait for a slot.
+        loop_ns: Time on the loop's thread in this class.
+        submit_latencies: Announcement to first submission, one per request batch.
+        slots_used: Slots that hold or are receiving a slice.
+        slots_ready: Slots whose memory exists by now.
+        slots_total: Slots under the budget.
+    """
+
+    reads: int
+    read_bytes: int
+    slice_bytes: int
+    evictions: int
+    rereads: int
+    sweeps: int
+    starved: int
+    loop_ns: int
+    submit_latencies: int
+    slots_used: int
+    slots_ready: int
+    slots_total: int
+
+
+class Streamer:
+    """Serves a native engine's requests from files into slots.
+
+    Args:
+        engine: The native tables.
+        plan: Slot classes; the engine was made with `plan.total_slots` slots.
+        memories: Slot memory per class. Not closed here.
+        queue: Reads. Started here; its tags are slot numbers. Not closed here.
+        files: The queue's file ids by file number of the tensors.
+        block_bytes: Read alignment of each file.
+        make_policy: Builds the policy over the engine's history.
+        event_fd: The engine's doorbell. Not closed here.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        plan: SlotPlan,
+        memories: Sequence[SlotMemory],
+        queue: ReadQueue,
+        files: Sequence[int],
+        block_bytes: Sequence[int],
+        make_policy: Callable[[UseHistory], EvictionPolicy],
+        event_fd: int,
+    ) -> None:
+        self._engine = engine
+        self._handle = engine.handle
+        self._plan = plan
+        self._memories = memories
+        self._queue = queue
+        self._event_fd = event_fd
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+        tensors = engine.tensors
+        # By slice, as plain lists: the fastest thing to index from Python.
+        self._file: list[int] = []
+        self._window: list[int] = []  # aligned start of the read in the file
+        self._phase: list[int] = []  # where in the slot the slice starts
+        self._need: list[int] = []  # bytes from the window's start to the slice's end
+        self._tensor: list[int] = []
+        self._class: list[int] = []
+        for i, t in enumerate(tensors):
+            block = block_bytes[t.file]
+            for e in range(t.experts):
+                offset = t.file_offset + e * t.slice_bytes
+                self._file.append(files[t.file])
+                self._window.append(offset // block * block)
+                self._phase.append(offset % block)
+                self._need.append(offset % block + t.slice_bytes)
+                self._tensor.append(i)
+                self._class.append(plan.class_of_tensor[i])
+        self._slice_size = [t.slice_bytes for t in tensors]
+
+        self._class_of_slot = [c for c, k in enumerate(plan.classes) for _ in range(k.slots)]
+        self._targets: list[Target | None] = [None] * plan.total_slots
+        self._address = [
+            memories[c].slot_address(s - plan.classes[c].first_slot) for s, c in enumerate(self._class_of_slot)
+        ]
+        self._free: list[list[int]] = [[] for _ in plan.classes]
+        self._growing: list[asyncio.Task[None] | None] = [None] * len(plan.classes)
+
+        layer_of = np.repeat(np.arange(len(engine.layer_experts), dtype=np.int32), engine.layer_experts)
+        self._history = UseHistory(
+            last_use=engine.last_use,
+            frequency=engine.frequency,
+            layer_of=layer_of,
+            layers=len(engine.layer_experts),
+        )
+        self._policy = make_policy(self._history)
+        # Entries that can free a slot of each class.
+        self._of_class: list[NDArray[np.bool_]] = []
+        for c in range(len(plan.classes)):
+            layers = {t.layer for i, t in enumerate(tensors) if plan.class_of_tensor[i] == c}
+            self._of_class.append(np.isin(layer_of, list(layers)))
+        self._layer_expert = [(la, e) for la, n in enumerate(engine.layer_experts) for e in range(n)]
+        self._victims: list[deque[tuple[int, int]]] = [deque() for _ in plan.classes]
+        self._low_water = 16
+        self._ranking = False
+
+        self._pending: deque[int] = deque()
+        self._starved = False
+        self._taken = (ctypes.c_int32 * 1024)()
+        self._freed = (ctypes.c_int32 * max(4, plan.total_slots))()
+        self._done = (ctypes.c_int32 * 1024)()
+        self._was_resident = bytearray(engine.slices)
+        self._error: ReadError | None = None
+        self._reads = self._read_bytes = self._slice_bytes = self._evictions = self._rereads = 0
+        self._sweeps = self._starvations = self._loop_ns = 0
+        self.submit_latencies_ns: list[int] = []
+        """Announcement to first submission, newest last; the caller may clear it."""
+        self.growth_error: MemoryBudgetError | None = None
+        """Why slot memory stopped growing short of the plan; the run goes on with what there is."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Makes the first chunk of each class usable and listens to the doorbell.
+
+        Raises:
+            MemoryBudgetError: No memory for the first chunk.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._queue.start(self._loop, self._on_done, self._on_error)
+        for c in range(len(self._plan.classes)):
+            await self._grow(c)
+        self._loop.add_reader(self._event_fd, self._on_doorbell)
+
+    async def aclose(self) -> None:
+        """Stops listening and waits until no read is in flight. Slot memory may be freed afterwards."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._event_fd)
+        for task in self._growing:
+            if task is not None:
+                await task
+        await self._queue.aclose()
+
+    @property
+    def error(self) -> ReadError | None:
+        """The read that failed for good, if one did. Cleared by `reset`."""
+        return self._error
+
+    def reset(self) -> None:
+        """After a batch that ended early: forgets requests. Reads in flight go on and are kept."""
+        self._pending.clear()
+        self._starved = False
+        self._error = None
+        lib.bm_reset(self._handle)
+
+    def statistics(self) -> StreamerStatistics:
+        """A snapshot of the counters."""
+        ready = sum(m.populated_slots for m in self._memories)
+        return StreamerStatistics(
+            reads=self._reads,
+            read_bytes=self._read_bytes,
+            slice_bytes=self._slice_bytes,
+            evictions=self._evictions,
+            rereads=self._rereads,
+            sweeps=self._sweeps,
+            starved=self._starvations,
+            loop_ns=self._loop_ns,
+            submit_latencies=len(self.submit_latencies_ns),
+            slots_used=ready - sum(map(len, self._free)),
+            slots_ready=ready,
+            slots_total=self._plan.total_slots,
+        )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _on_doorbell(self) -> None:
+        t0 = time.monotonic_ns()
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            pass
+        while (n := lib.bm_take(self._handle, self._taken, len(self._taken))) > 0:
+            self._pending.extend(self._taken[:n])
+        if self._pending:
+            self._pump(announced_ns=self._engine.announced_at_ns)
+        self._loop_ns += time.monotonic_ns() - t0
+
+    def _pump(self, announced_ns: int = 0) -> None:
+        """Starts reads for as many pending slices as there are slots for, in order of use."""
+        pending, queue, handle = self._pending, self._queue, self._handle
+        first_tensor = self._tensor[pending[0]]
+        started = submitted = 0
+        while pending:
+            slice_id = pending[0]
+            tensor = self._tensor[slice_id]
+            if tensor != first_tensor and started and not submitted:
+                # The first matmul's reads go out before anything is prepared for the next ones.
+                queue.submit()
+                submitted = started
+                if announced_ns:
+                    self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
+            c = self._class[slice_id]
+            free = self._free[c]
+            if not free and not self._make_room(c):
+                if self._growing[c] is not None or not self._pull_forward_demand():
+                    break
+                continue
+            pending.popleft()
+            slot = free.pop()
+            if lib.bm_assign(handle, slice_id, slot, self._address[slot] + self._phase[slice_id]):
+                raise RuntimeError(f"{self._engine.slice_name(slice_id)} was posted but is not wanted")
+            target = self._targets[slot]
+            assert target is not None
+            queue.read(slot, self._file[slice_id], self._window[slice_id], self._need[slice_id], target)
+            started += 1
+            self._slice_bytes += self._slice_size[tensor]
+            self._read_bytes += self._plan.classes[c].slot_bytes
+            self._rereads += self._was_resident[slice_id]
+            self._was_resident[slice_id] = 1
+        if started > submitted:
+            queue.submit()
+            if announced_ns and not submitted:
+                self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
+        self._reads += started
+        for c, memory in enumerate(self._memories):
+            # One chunk ahead: the next is ready before this one is used up.
+            if self._growing[c] is None and len(self._free[c]) < memory.chunk_slots // 2:
+                self._grow_soon(c)
+        if pending and not self._starved:
+            self._starve()
+        elif not pending and self._starved:
+            self._starved = False
+            lib.bm_set_starved(handle, 0)
+        if started and not self._ranking and any(len(v) < self._low_water for v in self._victims):
+            self._ranking = True
+            assert self._loop is not None
+            self._loop.call_soon(self._rank_all)
+
+    def _starve(self) -> None:
+        """No slot for the oldest request. From now on every release rings; look once more, then wait."""
+        self._starved = True
+        self._starvations += 1
+        lib.bm_set_starved(self._handle, 1)
+        self._pump()
+
+    def _pull_forward_demand(self) -> bool:
+        """Moves a request that a matmul is waiting for before those made early. False when none can."""
+        for i, slice_id in enumerate(self._pending):
+            pinned = lib.bm_slice_word(self._handle, slice_id) >> PIN_SHIFT
+            if pinned and (self._free[self._class[slice_id]] or self._sweep(self._class[slice_id], force=True)):
+                del self._pending[i]
+                self._pending.appendleft(slice_id)
+                return True
+        return False
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def _make_room(self, c: int) -> bool:
+        """A free slot of class `c`: a ranked victim's, or any idle one; while memory grows, wait for it."""
+        if self._growing[c] is not None or self._grow_soon(c):
+            return False
+        if self._starved:
+            return self._sweep(c, force=False)
+        for _ in range(2):
+            victims = self._victims[c]
+            while victims:
+                entry, used = victims.popleft()
+                layer, expert = self._layer_expert[entry]
+                n = lib.bm_evict_entry(self._handle, layer, expert, used, self._freed)
+                if n:
+                    self._release(n)
+                    if self._free[c]:
+                        return True
+            self._rank(c)
+        return self._sweep(c, force=False)
+
+    def _sweep(self, c: int, *, force: bool) -> bool:
+        k = self._plan.classes[c]
+        n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.slots, 8, int(force), self._freed)
+        self._sweeps += 1
+        self._release(n)
+        return n > 0
+
+    def _release(self, n: int) -> None:
+        self._evictions += n
+        for slot in self._freed[:n]:
+            self._free[self._class_of_slot[slot]].append(slot)
+
+    def _rank(self, c: int) -> None:
+        """Asks the policy for the next victims of class `c`."""
+        engine = self._engine
+        candidates = np.flatnonzero((engine.present > 0) & self._of_class[c]).astype(np.int32)
+        count = min(len(candidates), max(4 * self._low_water, len(candidates) // 16))
+        chosen = self._policy.victims(candidates, count, lib.bm_current_layer(self._handle))
+        self._victims[c] = deque(zip(chosen.tolist(), engine.last_use[chosen].tolist(), strict=True))
+
+    def _rank_all(self) -> None:
+        t0 = time.monotonic_ns()
+        self._ranking = False
+        for c in range(len(self._plan.classes)):
+            full = self._memories[c].populated_slots == self._plan.classes[c].slots
+            if full and len(self._victims[c]) < self._low_water:
+                self._rank(c)
+        self._loop_ns += time.monotonic_ns() - t0
+
+    def _grow_soon(self, c: int) -> bool:
+        """Starts making the next chunk of class `c` usable. False when all of it is."""
+        memory = self._memories[c]
+        if memory.populated_slots == memory.slots or self.growth_error is not None:
+            return False
+        assert self._loop is not None
+        self._growing[c] = self._loop.create_task(self._grow_and_pump(c))
+        return True
+
+    async def _grow(self, c: int) -> None:
+        memory = self._memories[c]
+        # Touching memory takes milliseconds per chunk: native code, another thread, no GIL.
+        slots = await asyncio.to_thread(memory.populate_next_chunk)
+        if slots is None:
+            return
+        buffer_id = self._queue.backend.add_buffer(memory.chunk_view(slots.start // memory.chunk_slots))
+        base = self._plan.classes[c].first_slot
+        for slot in slots:
+            self._targets[base + slot] = self._queue.backend.prepare(buffer_id, memory.slot_view(slot))
+        self._free[c].extend(base + slot for slot in reversed(slots))
+
+    async def _grow_and_pump(self, c: int) -> None:
+        try:
+            await self._grow(c)
+        except MemoryBudgetError as error:
+            self.growth_error = error
+        self._growing[c] = None
+        if self._pending:
+            self._pump()
+
+    # --- completions ------------------------------------------------------------------------------
+
+    def _on_done(self, slots: list[int]) -> None:
+        t0 = time.monotonic_ns()
+        for start in range(0, len(slots), len(self._done)):
+            part = slots[start : start + len(self._done)]
+            self._done[: len(part)] = part
+            if lib.bm_ready(self._handle, self._done, len(part)):
+                raise RuntimeError("a read completed for a slot that was not being read")
+        if self._pending:
+            self._pump()
+        self._loop_ns += time.monotonic_ns() - t0
+
+    def _on_error(self, slot: int, error: ReadError) -> None:
+        slice_id = int(self._engine.slot_slice[slot])
+        error.slice_name = self._engine.slice_name(slice_id)
+        if self._error is None:
+            self._error = error
+        lib.bm_abandon(self._handle, slot)
+        self._free[self._class_of_slot[slot]].append(slot)
+        lib.bm_stop(self._handle, STOP_IO)

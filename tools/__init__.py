@@ -1,0 +1,1 @@
+"""Programs around the product: model sources, benchmarks, checks. Not part of the wheel."""
