@@ -41,7 +41,8 @@ class SessionConfig:
         cache_floor_bytes: With automatic sizing, memory to leave free; None chooses.
         policy: Name of the cache policy.
         io_backend: "auto" prefers io_uring.
-        queue_depth: Most reads in the kernel at one time.
+        queue_depth: Most reads in the kernel at one time; None keeps about 5 MiB in flight: enough for the
+            drive, few enough that the slices needed first arrive first.
         direct: Read with O_DIRECT where the file allows it.
         repack: Resident only: llama.cpp's repacked weights (its default). Streaming never repacks.
         watchdog_s: A wait for one slice that lasts longer ends the run.
@@ -58,7 +59,7 @@ class SessionConfig:
     cache_floor_bytes: int | None = None
     policy: str = "aged"
     io_backend: IoBackend = "auto"
-    queue_depth: int = 32
+    queue_depth: int | None = None
     direct: bool = True
     repack: bool = True
     watchdog_s: float = 30.0
@@ -71,7 +72,7 @@ class SessionConfig:
             ("ubatch_tokens", self.ubatch_tokens, 1, 1 << 16),
             ("queue_depth", self.queue_depth, 1, 4096),
         ):
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} is {value}, expected {low} to {high}")
         if not self.model_path:
             raise UsageError("no model was given")

@@ -118,6 +118,7 @@ class StepMetrics:
         tokens: Tokens computed.
         wall_ns: The call.
         stall_ns: Compute threads blocked on reads, summed over threads, divided by threads; None resident.
+        experts_ns: In expert matmuls, waiting included, as seen by one compute thread; None resident.
         hook_ns: Announcing (looking up, posting), on the critical path; None resident.
         loop_ns: Event loop busy with streaming; None resident.
         lookups, hits: Unique experts looked up, and of those found; None resident.
@@ -131,6 +132,7 @@ class StepMetrics:
     tokens: int
     wall_ns: int
     stall_ns: int | None
+    experts_ns: int | None
     hook_ns: int | None
     loop_ns: int | None
     lookups: int | None

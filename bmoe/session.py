@@ -278,6 +278,21 @@ class Session:
     async def _in_thread(self, function: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
+    async def on_decode_thread(self, function: Callable[[], _T]) -> _T:
+        """Runs a function that uses `context` on its thread; an abort ends it with the real reason.
+
+        Raises:
+            BmoeError: As `generate`, and whatever the function raises.
+        """
+        try:
+            result = await self._in_thread(function)
+        except (AbortedBatch, BmoeError) as failure:
+            error = self._settle(failure)
+            assert error is not None
+            raise error from None
+        self._settle(None)
+        return result
+
     # --- generate -------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
@@ -387,11 +402,12 @@ class _Meter:
         t1 = time.monotonic_ns()
         cpu_ns = time.process_time_ns() - self._cpu_ns
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        stall = hook = loop = lookups = hits = reads = read_bytes = evictions = rereads = None
+        stall = experts = hook = loop = lookups = hits = reads = read_bytes = evictions = rereads = None
         if self._streaming and self._before:
             e0, s0 = self._before
             e1, s1 = self._streaming.engine.statistics(), self._streaming.streamer.statistics()
             stall = (e1.stall_ns - e0.stall_ns) // self._threads
+            experts = e1.kernel_ns - e0.kernel_ns
             hook, loop = e1.announce_ns - e0.announce_ns, s1.loop_ns - s0.loop_ns
             lookups, hits = e1.lookups - e0.lookups, e1.hits - e0.hits
             reads, read_bytes = s1.reads - s0.reads, s1.read_bytes - s0.read_bytes
@@ -402,6 +418,7 @@ class _Meter:
             tokens=tokens,
             wall_ns=t1 - self._t0,
             stall_ns=stall,
+            experts_ns=experts,
             hook_ns=hook,
             loop_ns=loop,
             lookups=lookups,
@@ -465,6 +482,7 @@ class _Run:
         context.clear()
         if session.streaming:
             session.streaming.streamer.submit_latencies_ns.clear()
+            session.streaming.streamer.request_bytes.clear()
         meter = _Meter(session)
         step = context.batch_tokens
         for start in range(0, len(tokens), step):

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from bmoe.model import ModelLayout
 
 
+# More keeps no drive busier but makes all of a layer's reads arrive together at the end (docs/LOG.md).
+_IN_FLIGHT_BYTES = 5 << 20
+
+
 class StreamingEngine:
     """Everything that streams one model's experts. Made by `open`.
 
@@ -87,7 +91,9 @@ class StreamingEngine:
             BackendError: The backend was asked for by name and does not work.
         """
         self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes)
-        backend = open_backend(config.io_backend, config.queue_depth)
+        widest = max(c.slot_bytes for c in self.plan.classes)
+        depth = config.queue_depth or min(64, max(4, _IN_FLIGHT_BYTES // widest))
+        backend = open_backend(config.io_backend, depth)
         self.backend = wrap_backend(backend) if wrap_backend else backend
         # Tags are slots while streaming; loading dense weights needs a few of its own.
         self._queue = ReadQueue(self.backend, self.block_bytes, max(64, self.plan.total_slots))

@@ -40,9 +40,10 @@ class AnonymousMemory:
     would otherwise split the huge pages and copy what the kernel is writing to.
 
     Args:
-        size_bytes: Length; rounded up to whole pages.
+        size_bytes: Length.
 
     Attributes:
+        size_bytes: As given.
         address: Of the first byte.
         view: All of it. Slices of it may be handed out freely; see `close`.
 
@@ -68,6 +69,7 @@ class AnonymousMemory:
         whole = memoryview(self._map)
         start = view_address(whole)
         skip_bytes = -start % HUGE_PAGE_BYTES
+        self.size_bytes: Final = size_bytes
         self.address: Final = start + skip_bytes
         self.view = whole[skip_bytes : skip_bytes + size_bytes]
         # Held while the kernel works on the mapping, so that `close` cannot pull it away.
@@ -88,8 +90,8 @@ class AnonymousMemory:
             ValueError: Closed meanwhile.
         """
         length_bytes = end_bytes - start_bytes
-        if not 0 <= start_bytes < end_bytes <= self.view.nbytes:
-            raise ValueError(f"bytes [{start_bytes}, {end_bytes}) of a mapping of {self.view.nbytes}")
+        if not 0 <= start_bytes < end_bytes <= self.size_bytes:
+            raise ValueError(f"bytes [{start_bytes}, {end_bytes}) of a mapping of {self.size_bytes}")
         threads = min(_MAX_TOUCHING_THREADS, len(os.sched_getaffinity(0)), length_bytes // _MIN_TOUCH_BYTES)
         # In whole huge pages, so that two threads rarely fault in the same one.
         part_bytes = -(-length_bytes // max(threads, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

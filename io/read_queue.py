@@ -27,6 +27,7 @@ _TRANSIENT: Final = frozenset({errno.EAGAIN, errno.EINTR})
 # The first retries are made at once; then with pauses that double from 1 ms: 127 ms in all.
 _RETRIES_AT_ONCE: Final = 3
 _MAX_RETRIES: Final = 10
+_FIRST_PAUSE_S: Final = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +142,10 @@ class ReadQueue:
         nothing writes to any target any more.
         """
         self._closing = True
-        for tag, pause in list(self._pauses.items()):
+        pauses, self._pauses = self._pauses, {}
+        for tag, pause in pauses.items():
             pause.cancel()
             self._fail(tag, errno.ECANCELED)
-        self._pauses.clear()
         await self.backend.aclose()
 
     def statistics(self) -> ReadQueueStatistics:
@@ -167,62 +168,61 @@ class ReadQueue:
                 done.append(tag)
             else:
                 odd.append((tag, result))
-        if done:
-            self._in_flight -= len(done)
-            self._done += len(done)
-            self._on_done(done)  # type: ignore[misc]  # set by start, or there would be no completion
+        try:
+            if done:
+                self._in_flight -= len(done)
+                self._done += len(done)
+                self._on_done(done)  # type: ignore[misc]  # set by start, or nothing could complete
+        finally:  # a consumer that fails must not strand the others
+            if odd:
+                self._go_on(odd)
+
+    def _go_on(self, odd: list[tuple[int, int]]) -> None:
+        """Reads that have not reached their end: repeat, resume, or give up."""
+        failed: list[tuple[int, int]] = []
         for tag, result in odd:
-            self._go_on(tag, result)
-        if odd:
+            request = self._request(tag)
+            reached_bytes = request.start_bytes + result
+            if result < 0 and (-result not in _TRANSIENT or request.retries == _MAX_RETRIES):
+                failed.append((tag, -result))
+            elif result >= 0 and reached_bytes <= request.reached_bytes:
+                failed.append((tag, 0))  # no further than before: the file ends here
+            elif self._closing:
+                failed.append((tag, errno.ECANCELED))
+            elif result < 0:
+                self._repeat(tag, request)
+            else:
+                request.reached_bytes = reached_bytes
+                request.start_bytes = reached_bytes - reached_bytes % self.block_bytes
+                request.retries = 0
+                self._need_bytes[tag] = request.need_bytes - request.start_bytes
+                self._resumed += 1
+                self._read_rest(tag, request)
+        self.backend.submit()
+        for tag, number in failed:
+            self._fail(tag, number)
+
+    def _repeat(self, tag: int, request: _Request) -> None:
+        request.retries += 1
+        self._retried += 1
+        if request.retries <= _RETRIES_AT_ONCE:
+            self._read_rest(tag, request)
+            return
+
+        def repeat() -> None:
+            del self._pauses[tag]
+            self._read_rest(tag, request)
             self.backend.submit()
 
-    def _go_on(self, tag: int, result: int) -> None:
-        """A read that has not reached its end: repeat, resume, or give up."""
-        request = self._request(tag)
-        if result < 0:
-            if -result not in _TRANSIENT or request.retries == _MAX_RETRIES:
-                self._fail(tag, -result)
-                return
-            request.retries += 1
-            self._retried += 1
-            if request.retries <= _RETRIES_AT_ONCE:
-                self._again(tag)
-            else:
-                self._again_later(tag, 0.001 * 2 ** (request.retries - _RETRIES_AT_ONCE - 1))
-            return
-        reached_bytes = request.start_bytes + result
-        if reached_bytes <= request.reached_bytes:
-            self._fail(tag, 0)  # the same place as before: the file ends here
-            return
-        request.reached_bytes = reached_bytes
-        request.start_bytes = reached_bytes - reached_bytes % self.block_bytes
-        request.retries = 0
-        self._need_bytes[tag] = request.need_bytes - request.start_bytes
-        self._resumed += 1
-        self._again(tag)
+        pause_s = _FIRST_PAUSE_S * 2 ** (request.retries - _RETRIES_AT_ONCE - 1)
+        assert self._loop is not None  # noqa: S101 (set by start)
+        self._pauses[tag] = self._loop.call_later(pause_s, repeat)
 
-    def _again(self, tag: int) -> None:
-        self._pauses.pop(tag, None)
-        if self._closing:
-            self._fail(tag, errno.ECANCELED)
-            return
-        request = self._request(tag)
+    def _read_rest(self, tag: int, request: _Request) -> None:
         target = request.target
         if request.start_bytes:
             target = self.backend.prepare(target.buffer_id, target.view[request.start_bytes :])
         self._backend_read(request.file_id, request.offset_bytes + request.start_bytes, target, tag)
-
-    def _again_later(self, tag: int, seconds: float) -> None:
-        if self._closing:
-            self._fail(tag, errno.ECANCELED)
-            return
-
-        def again() -> None:
-            self._again(tag)
-            self.backend.submit()
-
-        assert self._loop is not None  # noqa: S101 (set by start)
-        self._pauses[tag] = self._loop.call_later(seconds, again)
 
     def _fail(self, tag: int, number: int) -> None:
         """Report the end of a read; `number` is its errno, or 0 when the bytes ran out."""

@@ -159,6 +159,8 @@ class Streamer:
         self._sweeps = self._starvations = self._loop_ns = 0
         self.submit_latencies_ns: list[int] = []
         """Announcement to first submission, newest last; the caller may clear it."""
+        self.request_bytes: list[int] = []
+        """Slice bytes asked for by each announcement that asked, newest last; the caller may clear it."""
         self.growth_error: MemoryBudgetError | None = None
         """Why slot memory stopped growing short of the plan; the run goes on with what there is."""
 
@@ -223,8 +225,13 @@ class Streamer:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             pass
+        asked = 0
         while (n := lib.bm_take(self._handle, self._taken, len(self._taken))) > 0:
-            self._pending.extend(self._taken[:n])
+            slices = self._taken[:n]
+            self._pending.extend(slices)
+            asked += sum([self._slice_size[self._tensor[s]] for s in slices])
+        if asked:
+            self.request_bytes.append(asked)
         if self._pending:
             self._pump(announced_ns=self._engine.announced_at_ns)
         self._loop_ns += time.monotonic_ns() - t0

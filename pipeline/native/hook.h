@@ -179,7 +179,8 @@ struct bm_engine {
 extern struct gg_api gg;
 
 /* residency.c, also used by the kernel */
-void bm_announce(struct bm_engine *, int32_t tensor, const int32_t *experts, int32_t n);
+bool bm_announce(struct bm_engine *, int32_t tensor, const int32_t *experts, int32_t n);
+void bm_ring(struct bm_engine *);
 bool bm_slice_ready(struct bm_engine *, int32_t slice);
 void bm_unpin(struct bm_engine *, int32_t slice);
 void bm_wait_ready(struct bm_engine *, uint32_t seen, uint64_t *since_ns, int32_t slice);

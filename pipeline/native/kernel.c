@@ -99,8 +99,9 @@ void bm_work_free(struct bm_engine *e) {
 
 /* --- announcement ------------------------------------------------------------------------------------ */
 
-/* Groups the rows by expert and announces. False when an id is out of range: never touch memory by it. */
-static bool lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor *dst, int nth) {
+/* Groups the rows by expert and announces. -1 when an id is out of range (never touch memory by it), else
+ * whether the loop must be rung. */
+static int lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor *dst, int nth) {
     struct bm_tensor *t = &e->tensors[node->tensor];
     struct bm_work *w = &e->work;
     const struct gg_tensor *act = dst->src[1], *ids = dst->src[2];
@@ -115,7 +116,7 @@ static bool lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor 
             int32_t x = *(const int32_t *)((const char *)ids->data + tok * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
             if (x < 0 || x >= t->d.experts) {
                 snprintf(e->fault, sizeof e->fault, "%s: the router chose expert %d of %d", t->name, x, t->d.experts);
-                return false;
+                return -1;
             }
             if (w->slot_of[x] < 0) {
                 w->slot_of[x] = w->n_unique;
@@ -146,8 +147,7 @@ static bool lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor 
         }
     for (int32_t u = 0; u < w->n_unique; u++) w->slot_of[w->expert[u]] = -1;
     if (w->convert && w->shared_rows) memset((void *)w->converted, 0, (size_t)(act->ne[1] * act->ne[2]));
-    bm_announce(e, node->tensor, w->expert, w->n_unique);
-    return true;
+    return bm_announce(e, node->tensor, w->expert, w->n_unique);
 }
 
 /* --no-overlap: nothing is computed before the whole layer is there (or the loop has no slot left). */
@@ -307,14 +307,20 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
     unsigned char unclaimed = 0;
     if (atomic_compare_exchange_strong(&node->claim, &unclaimed, 1)) {
         node->armed = false;
-        if (!lay_out(e, node, dst, nth)) {
+        int ring = lay_out(e, node, dst, nth);
+        if (ring < 0) {
             w->n_unique = 0;
             bm_stop_now(e, BM_STOP_FAULT, -1);
-        } else if (e->serial && e->tensors[node->tensor].rank == 0) {
-            wait_whole_layer(e, &e->tensors[node->tensor]);
         }
-        atomic_store_explicit(&node->claim, 2, memory_order_release);
-        if (e->serial) bm_ready_changed(e); /* the others may be asleep on the announcement */
+        if (e->serial) { /* the whole layer first; the others sleep on the announcement meanwhile */
+            if (ring > 0) bm_ring(e);
+            if (e->tensors[node->tensor].rank == 0) wait_whole_layer(e, &e->tensors[node->tensor]);
+            atomic_store_explicit(&node->claim, 2, memory_order_release);
+            bm_ready_changed(e);
+        } else {
+            atomic_store_explicit(&node->claim, 2, memory_order_release);
+            if (ring > 0) bm_ring(e);
+        }
     } else if (e->serial) {
         for (;;) {
             uint32_t seen = atomic_load(&e->ready_seq);

@@ -45,7 +45,7 @@ void bm_ready_changed(struct bm_engine *e) {
     }
 }
 
-static void ring_doorbell(struct bm_engine *e) {
+void bm_ring(struct bm_engine *e) {
     if (atomic_exchange(&e->rung, 1)) return;
     uint64_t one = 1;
     ssize_t n;
@@ -58,7 +58,7 @@ void bm_stop_now(struct bm_engine *e, int why, int32_t slice) {
     int expected = BM_RUN;
     if (atomic_compare_exchange_strong(&e->stop, &expected, why)) atomic_store(&e->stop_slice, slice);
     bm_ready_changed(e);
-    ring_doorbell(e);
+    bm_ring(e);
 }
 
 /* --- compute threads ------------------------------------------------------------------------------ */
@@ -86,8 +86,10 @@ static uint32_t want(struct bm_engine *e, int32_t slice, uint32_t pin) {
 }
 
 /* The routing of one matmul is known: look its experts up, pin their slices, ask for what is missing.
- * The first matmul of a layer asks for the slices of the others too, in the order of use. */
-void bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, int32_t n) {
+ * The first matmul of a layer asks for the slices of the others too, in the order of use. Returns whether
+ * the loop must be rung; the caller does that once other threads can go on, since ringing may hand this
+ * core to the loop. */
+bool bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, int32_t n) {
     uint64_t t0 = bm_now_ns();
     struct bm_tensor *t = &e->tensors[tensor];
     struct bm_layer *layer = &e->layers[t->d.layer];
@@ -124,9 +126,9 @@ void bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, in
         atomic_store_explicit(&e->counters.announced_at_ns, bm_now_ns(), memory_order_relaxed);
         atomic_fetch_add_explicit(&e->counters.posted, posted, memory_order_relaxed);
     }
-    /* A starving loop must also hear that slices it was sparing are needed now. */
-    if (posted || atomic_load(&e->starved)) ring_doorbell(e);
     atomic_fetch_add_explicit(&e->counters.announce_ns, bm_now_ns() - t0, memory_order_relaxed);
+    /* A starving loop must also hear that slices it was sparing are needed now. */
+    return posted || atomic_load(&e->starved);
 }
 
 bool bm_slice_ready(struct bm_engine *e, int32_t slice) {
@@ -137,7 +139,7 @@ void bm_unpin(struct bm_engine *e, int32_t slice) {
     bm_test_delay(e);
     atomic_store_explicit(&e->want_epoch[slice], 0, memory_order_relaxed);
     uint32_t before = atomic_fetch_sub(&e->state[slice], BM_PIN);
-    if (before >> 2 == 1 && atomic_load(&e->starved)) ring_doorbell(e);
+    if (before >> 2 == 1 && atomic_load(&e->starved)) bm_ring(e);
 }
 
 /* Sleeps until readiness changes from `seen`. `since_ns` carries the start of this thread's wait. */
@@ -317,7 +319,7 @@ BM_API int32_t *bm_slot_slice(struct bm_engine *e) { return e->slot_slice; }
 /* --- tests: the compute side, one step at a time ---------------------------------------------------- */
 
 BM_API void bm_test_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, int32_t n) {
-    bm_announce(e, tensor, experts, n);
+    if (bm_announce(e, tensor, experts, n)) bm_ring(e);
 }
 BM_API int bm_test_ready(struct bm_engine *e, int32_t slice) { return bm_slice_ready(e, slice); }
 BM_API void bm_test_unpin(struct bm_engine *e, int32_t slice) { bm_unpin(e, slice); }
