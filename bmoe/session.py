@@ -366,7 +366,7 @@ class Session:
                         f"{engine.slice_name(slice_id)}"
                     )
                 elif reason == STOP_FAULT:
-                    error = BmoeError(engine.fault())
+                    error = self.streaming.streamer.bug or BmoeError(engine.fault())
             self.streaming.streamer.reset()
         if isinstance(error, AbortedBatch):
             error = Cancelled("cancelled")

@@ -77,7 +77,7 @@ class RunLog:
         """
         if self._log is None:
             return
-        raw = prompt.encode("utf-8", "surrogateescape")
+        raw = prompt.encode("utf-8", "replace")
         generation = None
         if request is not None:
             generation = {
@@ -291,10 +291,8 @@ def _field_names(record_type: type) -> tuple[str, ...]:
 def _json_value(value: object) -> object:
     """What JSON can hold: records as objects, numbers finite, text without lone surrogates."""
     if isinstance(value, str):
-        # File names that are no UTF-8 carry surrogates, which strict JSON readers refuse.
-        return (
-            value if value.isascii() else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        )
+        # File names that are no UTF-8 hold lone surrogates, which strict JSON readers refuse.
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):

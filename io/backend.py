@@ -9,7 +9,7 @@ result: a short read is a number, and `read_queue` decides what it means.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # (tags, results), index by index. A result is the number of bytes read, or -errno.
 OnComplete = Callable[[list[int], list[int]], None]
+
+
+# (file_id, offset_bytes, need_bytes): where a read starts, and how many of its bytes matter.
+Place = tuple[int, int, int]
 
 
 class Target:
@@ -128,6 +132,9 @@ class ReadBackend(Protocol):
             target: Its length is a multiple of the block size, its address of the memory alignment.
             tag: Comes back with the completion; 0 to 2^63 - 1. No two reads in flight share one.
         """
+
+    def read_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        """Queue several reads, index by index: `read` in one call. A place's last item is not looked at."""
 
     def submit(self) -> None:
         """Hand over all that is queued, as far as the queue depth allows. Never blocks."""

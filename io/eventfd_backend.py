@@ -19,7 +19,9 @@ from bmoe.io.anonymous_memory import view_address
 from bmoe.io.backend import BackendStatistics, Target
 
 if TYPE_CHECKING:
-    from bmoe.io.backend import OnComplete
+    from collections.abc import Sequence
+
+    from bmoe.io.backend import OnComplete, Place
     from bmoe.io.files import DirectFile
 
 # How long a close that has no event loop sleeps between two looks, should a wake-up be missed.
@@ -44,7 +46,7 @@ class EventfdBackend(ABC):
         self._buffers: list[memoryview] = []
         # A target lives at least until its read was reaped, whatever its owner does.
         self._targets: dict[int, Target] = {}  # by tag: all reads accepted and not completed
-        self._waiting: deque[tuple[int, int, Target, int]] = deque()  # beyond the queue depth
+        self._waiting: deque[tuple[int, Place, Target]] = deque()  # beyond the queue depth
         self._room = queue_depth  # reads that may still be put
         self._queued = 0  # reads put and not handed over
         self._drained = asyncio.Event()
@@ -105,18 +107,27 @@ class EventfdBackend(ABC):
 
     def read(self, file_id: int, offset_bytes: int, target: Target, tag: int) -> None:
         """Queue a read that fills `target.view` from `offset_bytes` on."""
+        self.read_many((tag,), ((file_id, offset_bytes, 0),), (target,))
+
+    def read_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        """Queue several reads, index by index."""
         if self._on_complete is None or self._closing:
             raise RuntimeError("the backend is closed" if self._closing else "the backend is not started")
-        if tag in self._targets:
-            raise RuntimeError(f"tag {tag} is in flight already")
-        self._targets[tag] = target
-        self._reads += 1
-        if self._room:
-            self._room -= 1
-            self._queued += 1
-            self._put(file_id, offset_bytes, target, tag)
-        else:
-            self._waiting.append((file_id, offset_bytes, target, tag))
+        accepted = self._targets
+        for tag, target in zip(tags, targets, strict=True):
+            if tag in accepted:
+                raise RuntimeError(f"tag {tag} is in flight already")
+            accepted[tag] = target
+        count = len(tags)
+        self._reads += count
+        # First come, first served: nothing overtakes what waits.
+        now = 0 if self._waiting else min(count, self._room)
+        if now:
+            self._room -= now
+            self._queued += now
+            self._put_many(tags[:now], places[:now], targets[:now])
+        if now < count:
+            self._waiting.extend(zip(tags[now:], places[now:], targets[now:], strict=True))
 
     def submit(self) -> None:
         """Hand over all that is queued, as far as the queue depth allows."""
@@ -164,8 +175,8 @@ class EventfdBackend(ABC):
         )
 
     @abstractmethod
-    def _put(self, file_id: int, offset_bytes: int, target: Target, tag: int) -> None:
-        """Queue one read for the next `_hand_over`; there is room."""
+    def _put_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        """Queue reads for the next `_hand_over`; there is room."""
 
     @abstractmethod
     def _hand_over(self) -> None:
@@ -215,14 +226,19 @@ class EventfdBackend(ABC):
         self._on_complete(tags, results)
 
     def _refill(self) -> None:
-        while self._waiting and self._room:
-            self._room -= 1
-            self._queued += 1
-            self._put(*self._waiting.popleft())
+        count = min(len(self._waiting), self._room)
+        next_ones = [self._waiting.popleft() for _ in range(count)]
+        self._room -= count
+        self._queued += count
+        self._put_many(
+            [tag for tag, _, _ in next_ones],
+            [place for _, place, _ in next_ones],
+            [target for _, _, target in next_ones],
+        )
         self.submit()
 
     def _cancel_waiting(self) -> None:
-        tags = [entry[3] for entry in self._waiting]
+        tags = [entry[0] for entry in self._waiting]
         self._waiting.clear()
         for tag in tags:
             del self._targets[tag]

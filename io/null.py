@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final
 from bmoe.io.eventfd_backend import EventfdBackend
 
 if TYPE_CHECKING:
-    from bmoe.io.backend import Target
+    from collections.abc import Sequence
+
+    from bmoe.io.backend import Place, Target
 
 # (file_id, offset_bytes, view) -> bytes put into view, or -errno.
 Source = Callable[[int, int, memoryview], int]
@@ -34,8 +36,9 @@ class NullBackend(EventfdBackend):
         self._put_reads: list[tuple[int, int, Target, int]] = []
         self._handed_over: list[tuple[int, int, Target, int]] = []
 
-    def _put(self, file_id: int, offset_bytes: int, target: Target, tag: int) -> None:
-        self._put_reads.append((file_id, offset_bytes, target, tag))
+    def _put_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        for tag, (file_id, offset_bytes, _), target in zip(tags, places, targets, strict=True):
+            self._put_reads.append((file_id, offset_bytes, target, tag))
 
     def _hand_over(self) -> None:
         self._handed_over += self._put_reads

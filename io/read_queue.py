@@ -17,7 +17,9 @@ from bmoe.io.errors import ReadError
 if TYPE_CHECKING:
     import asyncio
 
-    from bmoe.io.backend import BackendStatistics, ReadBackend, Target
+    from collections.abc import Sequence
+
+    from bmoe.io.backend import BackendStatistics, Place, ReadBackend, Target
     from bmoe.io.files import DirectFile
 
 OnDone = Callable[[list[int]], None]
@@ -77,10 +79,12 @@ class ReadQueue:
         self.backend: Final = backend
         self.block_bytes: Final = block_bytes
         self.capacity: Final = capacity
-        self._backend_read = backend.read
+        self._read_many = backend.read_many
         # By tag. What a completion must reach to be all there is to it; 0: no such read.
         self._need_bytes = [0] * capacity
-        self._requests: list[_Request | None] = [None] * capacity
+        self._places: list[Place | None] = [None] * capacity
+        self._targets: list[Target | None] = [None] * capacity
+        self._requests: dict[int, _Request] = {}  # by tag: reads that did not come through at once
         self._in_flight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_done: OnDone | None = None
@@ -124,12 +128,25 @@ class ReadQueue:
                 by less than a block: it then never fills.
             target: From `backend.prepare`.
         """
-        assert not self._need_bytes[tag], f"tag {tag} is in flight already"  # noqa: S101 (our bug)
-        assert 0 < need_bytes <= target.view.nbytes, f"{need_bytes} bytes into {target.view.nbytes}"  # noqa: S101 (as above)
-        self._backend_read(file_id, offset_bytes, target, tag)
-        self._need_bytes[tag] = need_bytes
-        self._requests[tag] = _Request(file_id, offset_bytes, need_bytes, target)
-        self._in_flight += 1
+        self.read_many((tag,), ((file_id, offset_bytes, need_bytes),), (target,))
+
+    def read_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        """Queue several reads, index by index: `read` in one call, and nothing allocated per read."""
+        need_bytes, known_places, known_targets = self._need_bytes, self._places, self._targets
+        for tag, place, target in zip(tags, places, targets, strict=True):
+            need = place[2]
+            assert not need_bytes[tag], f"tag {tag} is in flight already"  # noqa: S101 (our bug)
+            assert 0 < need <= target.view.nbytes, f"{need} bytes into {target.view.nbytes}"  # noqa: S101 (as above)
+            need_bytes[tag] = need
+            known_places[tag] = place
+            known_targets[tag] = target
+        try:
+            self._read_many(tags, places, targets)
+        except BaseException:
+            for tag in tags:
+                need_bytes[tag] = 0
+            raise
+        self._in_flight += len(tags)
 
     def submit(self) -> None:
         """Hand over all that is queued."""
@@ -169,6 +186,9 @@ class ReadQueue:
             else:
                 odd.append((tag, result))
         try:
+            if self._requests:
+                for tag in done:
+                    self._requests.pop(tag, None)
             if done:
                 self._in_flight -= len(done)
                 self._done += len(done)
@@ -222,13 +242,13 @@ class ReadQueue:
         target = request.target
         if request.start_bytes:
             target = self.backend.prepare(target.buffer_id, target.view[request.start_bytes :])
-        self._backend_read(request.file_id, request.offset_bytes + request.start_bytes, target, tag)
+        self.backend.read(request.file_id, request.offset_bytes + request.start_bytes, target, tag)
 
     def _fail(self, tag: int, number: int) -> None:
         """Report the end of a read; `number` is its errno, or 0 when the bytes ran out."""
         request = self._request(tag)
         self._need_bytes[tag] = 0
-        self._requests[tag] = None
+        self._requests.pop(tag, None)
         self._in_flight -= 1
         self._failed += 1
         file = self.backend.file(request.file_id)
@@ -236,8 +256,12 @@ class ReadQueue:
         self._on_error(tag, error)  # type: ignore[misc]  # set by start
 
     def _request(self, tag: int) -> _Request:
-        request = self._requests[tag]
-        assert request is not None, f"a completion for tag {tag}, which is not in flight"  # noqa: S101 (our bug)
+        request = self._requests.get(tag)
+        if request is None:
+            place, target = self._places[tag], self._targets[tag]
+            assert self._need_bytes[tag], f"a completion for tag {tag}, which is not in flight"  # noqa: S101 (our bug)
+            assert place is not None and target is not None  # noqa: S101, PT018 (set with the need)
+            request = self._requests[tag] = _Request(*place, target)
         return request
 
 

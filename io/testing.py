@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from bmoe.io.backend import BackendStatistics, OnComplete, ReadBackend, Target
+    from bmoe.io.backend import BackendStatistics, OnComplete, Place, ReadBackend, Target
     from bmoe.io.files import DirectFile
 
 
@@ -124,6 +124,11 @@ class FaultyBackend:
         self._indices[tag] = self._index
         self._index += 1
         self.inner.read(file_id, offset_bytes, target, tag)
+
+    def read_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        """As the inner backend's."""
+        for tag, (file_id, offset_bytes, _), target in zip(tags, places, targets, strict=True):
+            self.read(file_id, offset_bytes, target, tag)
 
     def submit(self) -> None:
         """As the inner backend's."""

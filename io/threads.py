@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final
 from bmoe.io.eventfd_backend import EventfdBackend
 
 if TYPE_CHECKING:
-    from bmoe.io.backend import Target
+    from collections.abc import Sequence
+
+    from bmoe.io.backend import Place, Target
 
 # More do not make a drive faster at the sizes read here, and each costs a wake-up and the GIL.
 MAX_THREADS: Final = 16
@@ -45,8 +47,9 @@ class ThreadsBackend(EventfdBackend):
         for thread in self._threads:
             thread.start()
 
-    def _put(self, file_id: int, offset_bytes: int, target: Target, tag: int) -> None:
-        self._put_jobs.append((self._files[file_id].fd, offset_bytes, target.view, tag))
+    def _put_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        for tag, (file_id, offset_bytes, _), target in zip(tags, places, targets, strict=True):
+            self._put_jobs.append((self._files[file_id].fd, offset_bytes, target.view, tag))
 
     def _hand_over(self) -> None:
         for job in self._put_jobs:

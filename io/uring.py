@@ -51,6 +51,9 @@ from bmoe.io.errors import BackendError
 from bmoe.io.eventfd_backend import EventfdBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bmoe.io.backend import Place
     from bmoe.io.files import DirectFile
 
 MAX_QUEUE_DEPTH: Final = 4096
@@ -126,15 +129,16 @@ class UringBackend(EventfdBackend):
             self._fds.append(file.fd)
         return file_id
 
-    def _put(self, file_id: int, offset_bytes: int, target: Target, tag: int) -> None:
-        assert isinstance(target, _UringTarget)  # noqa: S101 (made by our prepare)
-        sqe = io_uring_get_sqe(self._ring)
-        slot = target.table_slot
-        if slot < 0:
-            io_uring_prep_readv(sqe, self._fds[file_id], target.iovec, offset_bytes)
-        else:
-            io_uring_prep_readv_fixed(sqe, self._fds[file_id], target.iovec, slot, offset_bytes)
-        sqe.user_data = tag
+    def _put_many(self, tags: Sequence[int], places: Sequence[Place], targets: Sequence[Target]) -> None:
+        ring, fds = self._ring, self._fds
+        for tag, (file_id, offset_bytes, _), target in zip(tags, places, targets, strict=True):
+            sqe = io_uring_get_sqe(ring)
+            slot = target.table_slot  # type: ignore[attr-defined]  # made by our prepare: an _UringTarget
+            if slot < 0:
+                io_uring_prep_readv(sqe, fds[file_id], target.iovec, offset_bytes)  # type: ignore[attr-defined]  # as above
+            else:
+                io_uring_prep_readv_fixed(sqe, fds[file_id], target.iovec, slot, offset_bytes)  # type: ignore[attr-defined]  # as above
+            sqe.user_data = tag
 
     def _hand_over(self) -> None:
         try:

@@ -137,7 +137,7 @@ def _load() -> ctypes.PyDLL:
         "bm_set_mapping": (None, (engine, c_int, c_uint64, c_uint64)),
         "bm_set_segments": (c_int, (engine, POINTER(Segment), c_int)),
         "bm_take": (c_int32, (engine, POINTER(c_int32), c_int32)),
-        "bm_assign": (c_int, (engine, c_int32, c_int32, c_void_p)),
+        "bm_assign": (c_int, (engine, POINTER(c_int32), POINTER(c_int32), c_int32)),
         "bm_ready": (c_int, (engine, POINTER(c_int32), c_int32)),
         "bm_abandon": (c_int32, (engine, c_int32)),
         "bm_evict": (c_int32, (engine, c_int32, c_int)),
@@ -156,6 +156,8 @@ def _load() -> ctypes.PyDLL:
         "bm_last_use": (POINTER(c_uint32), (engine,)),
         "bm_frequency": (POINTER(c_double), (engine,)),
         "bm_present": (POINTER(c_uint8), (engine,)),
+        "bm_slot_address": (POINTER(c_uint64), (engine,)),
+        "bm_phase": (POINTER(c_uint32), (engine,)),
         "bm_slot_slice": (POINTER(c_int32), (engine,)),
         "bm_test_announce": (None, (engine, c_int32, POINTER(c_int32), c_int32)),
         "bm_test_ready": (c_int, (engine, c_int32)),
@@ -229,6 +231,8 @@ class Engine:
         last_use: [entries] uint32, batch clock of the last lookup.
         frequency: [entries] float64, aged use count; comparable among entries, in a growing unit.
         slot_slice: [slots] int32, slice in each slot, -1 for none.
+        slot_address: [slots] uint64, where each slot starts; the streamer fills it.
+        phase: [slices] uint32, where in its slot a slice starts; the streamer fills it.
     """
 
     def __init__(
@@ -294,6 +298,10 @@ class Engine:
             lib.bm_frequency(self.handle), (self.entries,)
         )
         self.slot_slice: NDArray[np.int32] = np.ctypeslib.as_array(lib.bm_slot_slice(self.handle), (slots,))
+        self.slot_address: NDArray[np.uint64] = np.ctypeslib.as_array(
+            lib.bm_slot_address(self.handle), (slots,)
+        )
+        self.phase: NDArray[np.uint32] = np.ctypeslib.as_array(lib.bm_phase(self.handle), (total,))
         self._counters = lib.bm_get_counters(self.handle).contents
 
     @property
@@ -326,6 +334,7 @@ class Engine:
     def close(self) -> None:
         """Frees the engine. The llama_context that uses it must be gone. Arrays become invalid."""
         if self.handle:
-            del self.present, self.last_use, self.frequency, self.slot_slice, self._counters
+            del self.present, self.last_use, self.frequency, self.slot_slice
+            del self.slot_address, self.phase, self._counters
             lib.bm_engine_free(self.handle)
             self.handle = None

@@ -48,9 +48,9 @@ class SlotPlan:
 
 
 def slot_bytes_for(slice_bytes: int, block_bytes: int) -> int:
-    """Size of a slot for slices of this size: the widest window, in whole pages."""
-    page = mmap.PAGESIZE
-    return -(-(slice_bytes + block_bytes) // page) * page
+    """Size of a slot for slices of this size: the widest window, in whole pages and whole blocks."""
+    unit = max(mmap.PAGESIZE, block_bytes)  # powers of two
+    return -(-(slice_bytes + block_bytes) // unit) * unit
 
 
 def total_slot_bytes(tensors: Sequence[StreamedTensor], block_bytes: int) -> int:
@@ -80,7 +80,7 @@ def plan_slots(tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes
         slot_bytes = slot_bytes_for(size, block_bytes)
         slots = min(wanted[size], budget * full[size] // everything // slot_bytes)
         if slots == 0:
-            least = -(-everything * slot_bytes // full[size])
+            least = -(-everything // min(wanted.values()))
             raise MemoryBudgetError(
                 f"an expert cache of {budget_bytes} bytes has no room for one slice of {size} bytes",
                 hint=f"the least that works for this model is {-(-least // (1 << 20))} MiB",

@@ -14,12 +14,13 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bmoe.io.errors import MemoryBudgetError
-from bmoe.pipeline.native import PIN_SHIFT, STOP_IO, Engine, lib
+from bmoe.pipeline.native import PIN_SHIFT, STOP_FAULT, STOP_IO, Engine, lib
 from bmoe.pipeline.policy import UseHistory
 
 if TYPE_CHECKING:
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bmoe.io.backend import Target
+    from bmoe.io.backend import Place, Target
     from bmoe.io.errors import ReadError
     from bmoe.io.read_queue import ReadQueue
     from bmoe.io.slot_memory import SlotMemory
     from bmoe.pipeline.policy import EvictionPolicy
     from bmoe.pipeline.slots import SlotPlan
+
+
+_LONGEST_RUN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +108,23 @@ class Streamer:
 
         tensors = engine.tensors
         # By slice, as plain lists: the fastest thing to index from Python.
-        self._file: list[int] = []
-        self._window: list[int] = []  # aligned start of the read in the file
-        self._phase: list[int] = []  # where in the slot the slice starts
-        self._need: list[int] = []  # bytes from the window's start to the slice's end
+        self._place: list[Place] = []
         self._tensor: list[int] = []
-        self._class: list[int] = []
         for i, t in enumerate(tensors):
             block = block_bytes[t.file]
             for e in range(t.experts):
                 offset = t.file_offset + e * t.slice_bytes
-                self._file.append(files[t.file])
-                self._window.append(offset // block * block)
-                self._phase.append(offset % block)
-                self._need.append(offset % block + t.slice_bytes)
+                phase = offset % block
+                self._place.append((files[t.file], offset - phase, phase + t.slice_bytes))
+                engine.phase[len(self._tensor)] = phase
                 self._tensor.append(i)
-                self._class.append(plan.class_of_tensor[i])
         self._slice_size = [t.slice_bytes for t in tensors]
 
         self._class_of_slot = [c for c, k in enumerate(plan.classes) for _ in range(k.slots)]
         self._targets: list[Target | None] = [None] * plan.total_slots
-        self._address = [
-            memories[c].slot_address(s - plan.classes[c].first_slot) for s, c in enumerate(self._class_of_slot)
-        ]
+        for k, memory in zip(plan.classes, memories, strict=True):
+            for slot in range(k.slots):
+                engine.slot_address[k.first_slot + slot] = memory.slot_address(slot)
         self._free: list[list[int]] = [[] for _ in plan.classes]
         self._growing: list[asyncio.Task[None] | None] = [None] * len(plan.classes)
 
@@ -150,9 +148,11 @@ class Streamer:
 
         self._pending: deque[int] = deque()
         self._starved = False
-        self._taken = (ctypes.c_int32 * 1024)()
+        self._taken = (ctypes.c_int32 * _LONGEST_RUN)()
+        self._run_slices = (ctypes.c_int32 * _LONGEST_RUN)()
+        self._run_slots = (ctypes.c_int32 * _LONGEST_RUN)()
         self._freed = (ctypes.c_int32 * max(4, plan.total_slots))()
-        self._done = (ctypes.c_int32 * 1024)()
+        self._done = (ctypes.c_int32 * _LONGEST_RUN)()
         self._was_resident = bytearray(engine.slices)
         self._error: ReadError | None = None
         self._reads = self._read_bytes = self._slice_bytes = self._evictions = self._rereads = 0
@@ -161,6 +161,8 @@ class Streamer:
         """Announcement to first submission, newest last; the caller may clear it."""
         self.request_bytes: list[int] = []
         """Slice bytes asked for by each announcement that asked, newest last; the caller may clear it."""
+        self.bug: Exception | None = None
+        """An unexpected failure in a callback: it ends the run."""
         self.growth_error: MemoryBudgetError | None = None
         """Why slot memory stopped growing short of the plan; the run goes on with what there is."""
 
@@ -173,10 +175,10 @@ class Streamer:
             MemoryBudgetError: No memory for the first chunk.
         """
         self._loop = asyncio.get_running_loop()
-        self._queue.start(self._loop, self._on_done, self._on_error)
+        self._queue.start(self._loop, partial(self._guarded, self._on_done), self._on_error)
         for c in range(len(self._plan.classes)):
             await self._grow(c)
-        self._loop.add_reader(self._event_fd, self._on_doorbell)
+        self._loop.add_reader(self._event_fd, self._guarded, self._on_doorbell)
 
     async def aclose(self) -> None:
         """Stops listening and waits until no read is in flight. Slot memory may be freed afterwards."""
@@ -219,73 +221,94 @@ class Streamer:
 
     # --- requests ---------------------------------------------------------------------------------
 
+    def _guarded(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Runs a callback; should it fail, compute threads must not wait for what will never come."""
+        try:
+            callback(*arguments)
+        except Exception as bug:
+            self.bug = self.bug or bug
+            lib.bm_stop(self._handle, STOP_FAULT)
+            raise
+
     def _on_doorbell(self) -> None:
         t0 = time.monotonic_ns()
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             pass
-        asked = 0
+        taken: list[int] = []
         while (n := lib.bm_take(self._handle, self._taken, len(self._taken))) > 0:
-            slices = self._taken[:n]
-            self._pending.extend(slices)
-            asked += sum([self._slice_size[self._tensor[s]] for s in slices])
-        if asked:
-            self.request_bytes.append(asked)
+            taken += self._taken[:n]
+        self._pending.extend(taken)
         if self._pending:
-            self._pump(announced_ns=self._engine.announced_at_ns)
+            self._pump(announced_ns=self._engine.announced_at_ns if taken else 0)
+        if taken:
+            size, tensor = self._slice_size, self._tensor
+            self.request_bytes.append(sum([size[tensor[s]] for s in taken]))
         self._loop_ns += time.monotonic_ns() - t0
 
     def _pump(self, announced_ns: int = 0) -> None:
-        """Starts reads for as many pending slices as there are slots for, in order of use."""
-        pending, queue, handle = self._pending, self._queue, self._handle
-        first_tensor = self._tensor[pending[0]]
-        started = submitted = 0
+        """Starts reads for as many pending slices as there are slots for, in order of use.
+
+        One matmul's slices at a time: the first one's reads are out before anything is prepared for the
+        next.
+        """
+        pending, started = self._pending, 0
         while pending:
-            slice_id = pending[0]
-            tensor = self._tensor[slice_id]
-            if tensor != first_tensor and started and not submitted:
-                # The first matmul's reads go out before anything is prepared for the next ones.
-                queue.submit()
-                submitted = started
-                if announced_ns:
-                    self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
-            c = self._class[slice_id]
-            free = self._free[c]
-            if not free and not self._make_room(c):
-                if self._growing[c] is not None or not self._pull_forward_demand():
+            tensor = self._tensor[pending[0]]
+            free = self._free[self._plan.class_of_tensor[tensor]]
+            if not free and not self._make_room(self._plan.class_of_tensor[tensor]):
+                if self._growing[self._plan.class_of_tensor[tensor]] is not None or not self._pull_forward_demand():
                     break
                 continue
-            pending.popleft()
-            slot = free.pop()
-            if lib.bm_assign(handle, slice_id, slot, self._address[slot] + self._phase[slice_id]):
-                raise RuntimeError(f"{self._engine.slice_name(slice_id)} was posted but is not wanted")
-            target = self._targets[slot]
-            assert target is not None
-            queue.read(slot, self._file[slice_id], self._window[slice_id], self._need[slice_id], target)
-            started += 1
-            self._slice_bytes += self._slice_size[tensor]
-            self._read_bytes += self._plan.classes[c].slot_bytes
-            self._rereads += self._was_resident[slice_id]
-            self._was_resident[slice_id] = 1
-        if started > submitted:
-            queue.submit()
-            if announced_ns and not submitted:
+            run: list[int] = []
+            while pending and len(run) < _LONGEST_RUN and self._tensor[pending[0]] == tensor:
+                if len(free) == len(run) and not self._make_room(self._plan.class_of_tensor[tensor]):
+                    break
+                run.append(pending.popleft())
+            self._start_reads(run, tensor)
+            if announced_ns and not started:
                 self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
-        self._reads += started
-        for c, memory in enumerate(self._memories):
-            # One chunk ahead: the next is ready before this one is used up.
-            if self._growing[c] is None and len(self._free[c]) < memory.chunk_slots // 2:
-                self._grow_soon(c)
+            started += len(run)
+        if started:
+            self._after_reads()
         if pending and not self._starved:
             self._starve()
         elif not pending and self._starved:
             self._starved = False
-            lib.bm_set_starved(handle, 0)
-        if started and not self._ranking and any(len(v) < self._low_water for v in self._victims):
+            lib.bm_set_starved(self._handle, 0)
+
+    def _start_reads(self, run: list[int], tensor: int) -> None:
+        """Reads these slices of one tensor into free slots, of which there are enough."""
+        free = self._free[self._plan.class_of_tensor[tensor]]
+        n = len(run)
+        slots = free[-n:]
+        del free[-n:]
+        self._run_slices[:n] = run
+        self._run_slots[:n] = slots
+        if lib.bm_assign(self._handle, self._run_slices, self._run_slots, n):
+            raise RuntimeError(f"slices of {self._engine.tensors[tensor].name} were posted but are not wanted")
+        places, targets = self._place, self._targets
+        self._queue.read_many(slots, [places[s] for s in run], [targets[s] for s in slots])  # type: ignore[misc]  # free slots have targets
+        self._queue.submit()
+        self._reads += n
+        self._slice_bytes += n * self._slice_size[tensor]
+        self._read_bytes += n * self._plan.classes[self._plan.class_of_tensor[tensor]].slot_bytes
+        resident = self._was_resident
+        for s in run:
+            self._rereads += resident[s]
+            resident[s] = 1
+
+    def _after_reads(self) -> None:
+        """With reads out: see to memory and to the next victims."""
+        for c, memory in enumerate(self._memories):
+            # One chunk ahead: the next is ready before this one is used up.
+            if self._growing[c] is None and len(self._free[c]) < memory.chunk_slots // 2:
+                self._grow_soon(c)
+        if not self._ranking and any(len(v) < self._low_water for v in self._victims):
             self._ranking = True
             assert self._loop is not None
-            self._loop.call_soon(self._rank_all)
+            self._loop.call_soon(self._guarded, self._rank_all)
 
     def _starve(self) -> None:
         """No slot for the oldest request. From now on every release rings; look once more, then wait."""
@@ -298,7 +321,8 @@ class Streamer:
         """Moves a request that a matmul is waiting for before those made early. False when none can."""
         for i, slice_id in enumerate(self._pending):
             pinned = lib.bm_slice_word(self._handle, slice_id) >> PIN_SHIFT
-            if pinned and (self._free[self._class[slice_id]] or self._sweep(self._class[slice_id], force=True)):
+            c = self._plan.class_of_tensor[self._tensor[slice_id]]
+            if pinned and (self._free[c] or self._sweep(c, force=True)):
                 del self._pending[i]
                 self._pending.appendleft(slice_id)
                 return True
@@ -307,11 +331,12 @@ class Streamer:
     # --- slots ------------------------------------------------------------------------------------
 
     def _make_room(self, c: int) -> bool:
-        """A free slot of class `c`: a ranked victim's, or any idle one; while memory grows, wait for it."""
+        """One more free slot of class `c`: a ranked victim's, or any idle one; while memory grows, wait."""
         if self._growing[c] is not None or self._grow_soon(c):
             return False
         if self._starved:
             return self._sweep(c, force=False)
+        have = len(self._free[c])
         for _ in range(2):
             victims = self._victims[c]
             while victims:
@@ -320,7 +345,7 @@ class Streamer:
                 n = lib.bm_evict_entry(self._handle, layer, expert, used, self._freed)
                 if n:
                     self._release(n)
-                    if self._free[c]:
+                    if len(self._free[c]) > have:
                         return True
             self._rank(c)
         return self._sweep(c, force=False)
@@ -382,7 +407,7 @@ class Streamer:
             self.growth_error = error
         self._growing[c] = None
         if self._pending:
-            self._pump()
+            self._guarded(self._pump)
 
     # --- completions ------------------------------------------------------------------------------
 

@@ -175,14 +175,19 @@ class _DecodeRun:
             display.close()
 
     async def _wait_writable(self, fd: int | None) -> bool:
-        """Waits until a small write does not block; False after a signal, or without a destination.
+        """Waits until a small write does not block. False without a destination.
 
         A reader that pauses (a pager, a terminal stopped with Ctrl-S) must not stop the event loop: the
         compute threads wait for it to start reads.
+
+        Raises:
+            Cancelled: A signal came first.
         """
+        if fd is None:
+            return False
         while not _is_writable(fd):
-            if fd is None or self._interrupts.received is not None:
-                return False
+            if self._interrupts.received is not None:
+                raise Cancelled("cancelled")
             await asyncio.sleep(_WRITABLE_POLL_S)
         return True
 
@@ -201,7 +206,7 @@ class _DecodeRun:
 
     def _finish(self, session: Session) -> None:
         """Ends the text's line, then says and logs what was done."""
-        if not self._at_line_start and _is_writable(self._text_fd):
+        if self._text_fd is not None and not self._at_line_start and _is_writable(self._text_fd):
             self._write_text("\n")
         self._log_prefill(session)
         if session.summary is not None:
@@ -235,9 +240,7 @@ class _DecodeRun:
             self._stderr.flush()
 
 
-def _is_writable(fd: int | None) -> bool:
-    if fd is None:
-        return False
+def _is_writable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(0))

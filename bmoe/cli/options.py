@@ -132,11 +132,9 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
             help="How to read; auto prefers io_uring.",
         ),
         click.option(
-            "--queue-depth", type=Number(1, 4096), help="Most reads at one time.  [default: about 5 MiB of them]"
-        ),
-            default=32,
-            show_default=True,
-            help="Most reads at one time.",
+            "--queue-depth",
+            type=Number(1, 4096),
+            help="Most reads at one time.  [default: about 5 MiB of them]",
         ),
         click.option("--no-odirect", is_flag=True, help="Read through the page cache."),
     )

@@ -157,7 +157,7 @@ BM_API void bm_engine_free(struct bm_engine *e) {
         }
     void *all[] = {e->tensors, e->layers,   e->slice_tensor, e->state,     (void *)e->want_epoch, e->data, e->slot,
                    e->present, e->last_use, e->frequency,    e->ring,      e->segments,           e->nodes, e->weights,
-                   e->slot_slice};
+                   e->slot_slice, e->phase, e->slot_address};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(e);
 }
@@ -185,6 +185,8 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
     e->state = calloc(ns, sizeof *e->state);
     e->want_epoch = calloc(ns, sizeof *e->want_epoch);
     e->data = calloc(ns, sizeof *e->data);
+    e->phase = calloc(ns, sizeof *e->phase);
+    e->slot_address = calloc((size_t)n_slots + 1, sizeof *e->slot_address);
     e->slot = malloc(ns * sizeof *e->slot);
     e->slot_slice = malloc(((size_t)n_slots + 1) * sizeof *e->slot_slice);
     e->present = calloc(ne, 1);
@@ -194,7 +196,7 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
     e->nodes = calloc((size_t)n_tensors, sizeof *e->nodes);
     e->weights = calloc(e->weights_cap, sizeof *e->weights);
     if (!e->tensors || !e->layers || !e->slice_tensor || !e->state || !e->want_epoch || !e->data || !e->slot ||
-        !e->slot_slice || !e->present || !e->last_use || !e->frequency || !e->ring || !e->nodes || !e->weights) {
+        !e->phase || !e->slot_address || !e->slot_slice || !e->present || !e->last_use || !e->frequency || !e->ring || !e->nodes || !e->weights) {
         bm_engine_free(e);
         return NULL;
     }

@@ -135,6 +135,8 @@ struct bm_engine {
     _Atomic uint32_t *state;      /* [n_slices] */
     _Atomic uint32_t *want_epoch; /* [n_slices] announcement that last asked for it, 0 none */
     uint8_t **data;               /* [n_slices] first byte of a READY slice */
+    uint32_t *phase;              /* [n_slices] where in its slot a slice starts; set once */
+    uint64_t *slot_address;       /* [n_slots] set once */
     int32_t *slot;                /* [n_slices] -1 none; loop */
     int32_t *slot_slice;          /* [n_slots] -1 free; loop */
     int32_t n_slots;

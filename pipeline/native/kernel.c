@@ -160,6 +160,8 @@ static void wait_whole_layer(struct bm_engine *e, struct bm_tensor *t) {
             for (;;) {
                 uint32_t seen = atomic_load(&e->ready_seq);
                 if (bm_slice_ready(e, slice) || atomic_load(&e->starved) || atomic_load(&e->stop)) break;
+                /* Taken for a slice that was waited for; nobody reads it before its own matmul asks again. */
+                if ((atomic_load(&e->state[slice]) & BM_STATE_MASK) == BM_ABSENT) break;
                 bm_wait_ready(e, seen, &since, slice);
             }
         }
@@ -325,6 +327,7 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
         for (;;) {
             uint32_t seen = atomic_load(&e->ready_seq);
             if (atomic_load_explicit(&node->claim, memory_order_acquire) == 2 || atomic_load(&e->stop)) break;
+            since = 0; /* the announcer's watchdog knows the slice */
             bm_wait_ready(e, seen, &since, -1);
         }
         if (atomic_load_explicit(&node->claim, memory_order_acquire) != 2) return;

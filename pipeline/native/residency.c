@@ -153,6 +153,7 @@ void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *since_ns, int32
     uint64_t t1 = bm_now_ns();
     atomic_fetch_add_explicit(&e->counters.stall_ns, t1 - t0, memory_order_relaxed);
     atomic_fetch_add_explicit(&e->counters.waits, 1, memory_order_relaxed);
+    if (atomic_load(&e->ready_seq) != seen) *since_ns = t1; /* something else arrived: slow, not stuck */
     if (t1 - *since_ns > e->watchdog_ns) bm_stop_now(e, BM_STOP_STALL, slice);
 }
 
@@ -170,17 +171,21 @@ BM_API int32_t bm_take(struct bm_engine *e, int32_t *out, int32_t cap) {
     return n;
 }
 
-/* Gives a WANTED slice its slot. 0, or -1 when the slice is not WANTED (our bug). */
-BM_API int bm_assign(struct bm_engine *e, int32_t slice, int32_t slot, void *data) {
-    uint32_t s = atomic_load(&e->state[slice]);
-    e->slot[slice] = slot;
-    e->data[slice] = data;
-    do {
+/* Gives WANTED slices their slots. 0, or -1 when one is not WANTED (our bug). */
+BM_API int bm_assign(struct bm_engine *e, const int32_t *slices, const int32_t *slots, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        int32_t slice = slices[i], slot = slots[i];
+        uint32_t s = atomic_load(&e->state[slice]);
         if ((s & BM_STATE_MASK) != BM_WANTED) return -1;
-    } while (!atomic_compare_exchange_weak(&e->state[slice], &s, (s & ~3u) | BM_READING));
-    e->slot_slice[slot] = slice;
-    struct bm_tensor *t = &e->tensors[e->slice_tensor[slice]];
-    e->present[t->d.first_entry + slice - t->d.first_slice]++;
+        e->slot[slice] = slot;
+        e->data[slice] = (uint8_t *)e->slot_address[slot] + e->phase[slice];
+        bm_test_delay(e);
+        while (!atomic_compare_exchange_weak(&e->state[slice], &s, (s & ~3u) | BM_READING)) {
+        }
+        e->slot_slice[slot] = slice;
+        struct bm_tensor *t = &e->tensors[e->slice_tensor[slice]];
+        e->present[t->d.first_entry + slice - t->d.first_slice]++;
+    }
     return 0;
 }
 
@@ -314,6 +319,8 @@ BM_API int32_t bm_current_layer(struct bm_engine *e) { return atomic_load(&e->cu
 BM_API uint32_t *bm_last_use(struct bm_engine *e) { return e->last_use; }
 BM_API double *bm_frequency(struct bm_engine *e) { return e->frequency; }
 BM_API uint8_t *bm_present(struct bm_engine *e) { return e->present; }
+BM_API uint64_t *bm_slot_address(struct bm_engine *e) { return e->slot_address; }
+BM_API uint32_t *bm_phase(struct bm_engine *e) { return e->phase; }
 BM_API int32_t *bm_slot_slice(struct bm_engine *e) { return e->slot_slice; }
 
 /* --- tests: the compute side, one step at a time ---------------------------------------------------- */
