@@ -24,7 +24,7 @@ setup(
             "bmoe.pipeline._hook",
             sources=["pipeline/native/hook.c", "pipeline/native/residency.c", "pipeline/native/kernel.c"],
             depends=["pipeline/native/hook.h", "pipeline/native/ggml_abi.h"],
-            extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+            extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
             libraries=["dl", "pthread"],
         )
     ],

@@ -44,7 +44,9 @@ def compute_bytes(layout: ModelLayout, ubatch_tokens: int) -> int:
     facts = layout.facts
     width = facts.arch_int("embedding_length")
     expert_width = max((t.ne1 for t in layout.tensors), default=0)
-    vocabulary = max((t.ne[1] for t in facts.tensors if t.name in {"token_embd.weight", "output.weight"}), default=0)
+    vocabulary = max(
+        (t.ne[1] for t in facts.tensors if t.name in {"token_embd.weight", "output.weight"}), default=0
+    )
     per_token = 4 * (vocabulary + 12 * width + 4 * layout.top_k * max(width, expert_width))
     return ubatch_tokens * per_token
 

@@ -41,7 +41,7 @@ class SessionConfig:
         cache_floor_bytes: With automatic sizing, memory to leave free; None chooses.
         policy: Name of the cache policy.
         io_backend: "auto" prefers io_uring.
-        queue_depth: Most reads in the kernel at one time; None keeps about 5 MiB in flight: enough for the
+        queue_depth: Most reads in the kernel at one time; None keeps about 4 MiB in flight: enough for the
             drive, few enough that the slices needed first arrive first.
         direct: Read with O_DIRECT where the file allows it.
         repack: Resident only: llama.cpp's repacked weights (its default). Streaming never repacks.

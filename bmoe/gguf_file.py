@@ -11,14 +11,26 @@ import os
 import re
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bmoe.io.errors import FileError, FormatError, UsageError
 from bmoe.llama_library import ggml_base, log_lines
 
 _SHARD = re.compile(r"^(?P<prefix>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "u8", 1: "i8", 2: "u16", 3: "i16", 4: "u32", 5: "i32", 6: "f32", 7: "bool", 10: "u64", 11: "i64", 12: "f64"}
+_SCALARS = {
+    0: "u8",
+    1: "i8",
+    2: "u16",
+    3: "i16",
+    4: "u32",
+    5: "i32",
+    6: "f32",
+    7: "bool",
+    10: "u64",
+    11: "i64",
+    12: "f64",
+}
 _MAX_DIMS = 4
 
 
@@ -37,7 +49,7 @@ class _TensorHead(ctypes.Structure):
     )
 
 
-def _bind() -> Any:  # noqa: ANN401 (ctypes libraries are untyped)
+def _bind() -> Any:
     lib = ggml_base()
     for name, result, arguments in (
         ("gguf_init_from_file", c_void_p, (c_char_p, _GgufInit)),
@@ -120,6 +132,12 @@ class GgufFacts:
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
+class _Shard(NamedTuple):
+    path: str
+    number: int
+    size_bytes: int
+
+
 def shard_paths(path: str) -> tuple[str, ...]:
     """All files of the model that `path` names: itself, or its split set.
 
@@ -133,7 +151,9 @@ def shard_paths(path: str) -> tuple[str, ...]:
     count = int(match["count"])
     paths = tuple(f"{match['prefix']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
     if int(match["index"]) != 1:
-        raise UsageError(f"{path} is shard {int(match['index'])} of {count}", hint=f"give the first: {paths[0]}")
+        raise UsageError(
+            f"{path} is shard {int(match['index'])} of {count}", hint=f"give the first: {paths[0]}"
+        )
     for shard in paths:
         if not os.path.exists(shard):
             raise FileError("a shard of the model is missing", path=shard, expected=f"{count} files")
@@ -165,7 +185,7 @@ def read_gguf(path: str) -> GgufFacts:
         try:
             if number == 0:
                 metadata = _metadata(lib, handle)
-            tensors.extend(_tensors(lib, handle, context, shard, number, size))
+            tensors.extend(_tensors(lib, handle, context, _Shard(shard, number, size)))
         finally:
             lib.gguf_free(handle)
             lib.ggml_free(context)
@@ -179,11 +199,13 @@ def _check_file(path: str) -> int:
     with DirectFile.open(path, direct=False) as file:
         magic = os.pread(file.fd, 4, 0)
         if magic != b"GGUF":
-            raise FormatError("not a GGUF file", path=path, offset_bytes=0, field="magic", expected=b"GGUF", got=magic)
+            raise FormatError(
+                "not a GGUF file", path=path, offset_bytes=0, field="magic", expected=b"GGUF", got=magic
+            )
         return file.size_bytes
 
 
-def _metadata(lib: Any, handle: int) -> dict[str, int | float | bool | str | None]:  # noqa: ANN401
+def _metadata(lib: Any, handle: int) -> dict[str, int | float | bool | str | None]:
     values: dict[str, int | float | bool | str | None] = {}
     for i in range(lib.gguf_get_n_kv(handle)):
         key = lib.gguf_get_key(handle, i).decode("utf-8", "replace")
@@ -197,7 +219,7 @@ def _metadata(lib: Any, handle: int) -> dict[str, int | float | bool | str | Non
     return values
 
 
-def _tensors(lib: Any, handle: int, context: c_void_p, path: str, number: int, size: int) -> list[TensorFacts]:  # noqa: ANN401
+def _tensors(lib: Any, handle: int, context: c_void_p, shard: _Shard) -> list[TensorFacts]:
     base = lib.gguf_get_data_offset(handle)
     found = []
     for i in range(lib.gguf_get_n_tensors(handle)):
@@ -205,21 +227,21 @@ def _tensors(lib: Any, handle: int, context: c_void_p, path: str, number: int, s
         name = raw.decode("utf-8", "replace")
         offset = base + lib.gguf_get_tensor_offset(handle, i)
         length = lib.gguf_get_tensor_size(handle, i)
-        if offset + length > size:
+        if offset + length > shard.size_bytes:
             raise FormatError(
                 "the file is cut short: a tensor reaches past its end",
-                path=path,
+                path=shard.path,
                 offset_bytes=offset,
                 field=name,
                 expected=f"at least {offset + length} bytes",
-                got=f"{size} bytes",
+                got=f"{shard.size_bytes} bytes",
                 hint="copy or download it again",
             )
         head = lib.ggml_get_tensor(context, raw).contents
         found.append(
             TensorFacts(
                 name=name,
-                file=number,
+                file=shard.number,
                 offset_bytes=offset,
                 size_bytes=length,
                 ggml_type=head.type,

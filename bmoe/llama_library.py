@@ -25,7 +25,7 @@ _keep: list[object] = []
 
 
 @functools.cache
-def llama() -> Any:  # noqa: ANN401 (llama_cpp's bindings are untyped)
+def llama() -> Any:
     """llama-cpp-python's low-level module, with the backend initialised and the log caught.
 
     Raises:
@@ -34,7 +34,9 @@ def llama() -> Any:  # noqa: ANN401 (llama_cpp's bindings are untyped)
     try:
         import llama_cpp.llama_cpp as module  # noqa: PLC0415 (slow, and not every command needs it)
     except (ImportError, OSError, RuntimeError) as error:
-        raise SeamError(f"llama-cpp-python cannot be loaded: {error}", hint="pip install llama-cpp-python") from error
+        raise SeamError(
+            f"llama-cpp-python cannot be loaded: {error}", hint="pip install llama-cpp-python"
+        ) from error
     callback = module.llama_log_callback(_on_log)
     _keep.append(callback)
     module.llama_log_set(callback, None)

@@ -177,7 +177,8 @@ class RunSummary:
         stall_ns: Decode, per `StepMetrics.stall_ns`; None resident.
         overhead_ns: Decode time outside llama_decode.
         cpu_ns: Of decode.
-        submit_latency_ns_p50, submit_latency_ns_p99: Routing known to first read submitted; None unmeasured.
+        submit_latency_ns_p50, submit_latency_ns_p99: Routing known to the first reads handed to the kernel
+            (the system call has returned); None unmeasured.
         slots_used, slots_total: Now; None resident.
         evictions, rereads, reads: Decode; None resident.
         peak_rss_bytes: Of the process so far, or None.
@@ -211,4 +212,6 @@ class RunSummary:
     @property
     def prefill_tokens_per_s(self) -> float | None:
         """Prompt tokens over prefill time."""
-        return self.prompt_tokens / (self.prefill_ns / 1e9) if self.prompt_tokens and self.prefill_ns else None
+        return (
+            self.prompt_tokens / (self.prefill_ns / 1e9) if self.prompt_tokens and self.prefill_ns else None
+        )

@@ -11,7 +11,7 @@ import codecs
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class LazyMap:
     def __init__(self) -> None:
         self.active = False
 
-    def __enter__(self) -> LazyMap:
+    def __enter__(self) -> Self:
         self.active = bool(lib.bm_lazy_map_begin())
         return self
 
@@ -154,7 +154,9 @@ class Model:
         size = len(raw) + 16
         while True:
             tokens = (self._llama.llama_token * size)()
-            n = self._llama.llama_tokenize(self.vocab, raw, len(raw), tokens, size, add_special, parse_special)
+            n = self._llama.llama_tokenize(
+                self.vocab, raw, len(raw), tokens, size, add_special, parse_special
+            )
             if n >= 0:
                 return list(tokens[:n])
             size = -n
@@ -225,7 +227,9 @@ class Context:
         with log_lines() as lines:
             self.handle = L.llama_init_from_model(model.handle, params)
         if not self.handle:
-            raise BmoeError(f"llama.cpp makes no context of {config.context_tokens} tokens: {'; '.join(lines)}")
+            raise BmoeError(
+                f"llama.cpp makes no context of {config.context_tokens} tokens: {'; '.join(lines)}"
+            )
         self.context_tokens: int = L.llama_n_ctx(self.handle)
         self._memory = L.llama_get_memory(self.handle)
         self._batch: Any = L.llama_batch_init(config.ubatch_tokens, 0, 1)

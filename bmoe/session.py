@@ -7,7 +7,6 @@ llama_decode. It must not know how experts are read (streaming.py) nor how anyth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import importlib.metadata
@@ -25,6 +24,7 @@ from bmoe.budget import CacheBudget, cache_budget
 from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
 from bmoe.io.memory_figures import available_bytes, process_memory
+from bmoe.io.scheduling import set_slice_ns
 from bmoe.model import lay_out
 from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
 from bmoe.pipeline.slots import total_slot_bytes
@@ -49,7 +49,7 @@ from bmoe.runtime import (
 from bmoe.streaming import StreamingEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from typing import Literal
 
     from bmoe.config import GenerateRequest, SessionConfig
@@ -92,6 +92,8 @@ class Session:
         self._stop_flag = ctypes.c_int(0)
         self._generating = False
         self._switch_interval = sys.getswitchinterval()
+        self._slice_ns: int | None = None
+        self._closed = False
 
     # --- open and close -----------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Session:
         cls,
         config: SessionConfig,
         *,
+        on_effective: Callable[[EffectiveConfig], None] | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         wrap_backend: Callable[[ReadBackend], ReadBackend] | None = None,
     ) -> Self:
@@ -107,6 +110,7 @@ class Session:
 
         Args:
             config: What is wanted.
+            on_effective: Called on the loop once it is settled what will run, before weights are read.
             on_progress: Called on the loop as weights are read.
             wrap_backend: Tests inject faults here.
 
@@ -115,7 +119,9 @@ class Session:
         """
         session = cls(config)
         try:
-            await session._open(on_progress or (lambda _: None), wrap_backend)
+            await session._open(
+                on_effective or (lambda _: None), on_progress or (lambda _: None), wrap_backend
+            )
         except BaseException:
             await session.aclose()
             raise
@@ -123,6 +129,7 @@ class Session:
 
     async def _open(
         self,
+        on_effective: Callable[[EffectiveConfig], None],
         on_progress: Callable[[LoadProgress], None],
         wrap_backend: Callable[[ReadBackend], ReadBackend] | None,
     ) -> None:
@@ -140,23 +147,22 @@ class Session:
             ubatch_tokens=min(config.ubatch_tokens, config.context_tokens),
             repack=config.repack and not stream,
         )
-        budget: CacheBudget | None = None
         dense_ns: int | None = None
         if stream:
             refuse_unsafe_environment()
-            budget, dense_ns = await self._load_streaming(layout, runtime, on_progress, wrap_backend)
+            budget = await self._load_streaming(layout, runtime, wrap_backend)
+            self.effective = self._effective(layout, runtime, budget)
+            on_effective(self.effective)
+            dense_ns = await self._load_dense(on_progress)
         else:
+            self.effective = self._effective(layout, runtime, None)
+            on_effective(self.effective)
             await self._load_resident(layout, runtime, on_progress)
-        handle = self.streaming.engine.handle if self.streaming else None
-        self.context = await self._in_thread(
-            lambda: Context(self.model, runtime, engine_handle=handle, stop_flag=self._stop_flag)
-        )
-        if self.streaming:
-            await self.streaming.start(config.policy)
-        self.effective = self._effective(layout, runtime, budget)
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        if stream:
+            self._slice_ns = set_slice_ns()
         self.load_report = LoadReport(
             wall_ns=time.monotonic_ns() - t0,
             dense_ns=dense_ns,
@@ -167,9 +173,9 @@ class Session:
         self,
         layout: ModelLayout,
         runtime: RuntimeConfig,
-        on_progress: Callable[[LoadProgress], None],
         wrap_backend: Callable[[ReadBackend], ReadBackend] | None,
-    ) -> tuple[CacheBudget, int]:
+    ) -> CacheBudget:
+        """Everything but the weights: files, slots, llama.cpp's model (mapped, not read) and context."""
         config = self.config
         streaming = self.streaming = StreamingEngine(layout)
         streaming.open_files(direct=config.direct)
@@ -182,26 +188,26 @@ class Session:
             context_tokens=config.context_tokens,
             ubatch_tokens=runtime.ubatch_tokens,
         )
-        streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
+        await streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
         before = [file_mappings(p) for p in layout.facts.paths]
-        loading = asyncio.ensure_future(self._in_thread(lambda: Model(runtime, lazy=True)))
-        t0 = time.monotonic_ns()
-        try:
-            await streaming.load_dense(
-                lambda done, total: on_progress(LoadProgress(done_bytes=done, total_bytes=total))
-            )
-        finally:
-            dense_ns = time.monotonic_ns() - t0
-            # The loader cannot be interrupted; its model must not outlive us.
-            with contextlib.suppress(BmoeError):
-                self.model = await loading
-        self.model = loading.result()
+        await self._in_thread(lambda: self._load_model(runtime, lazy=True))
         for number, path in enumerate(layout.facts.paths):
             new = [m for m in file_mappings(path).items() if m[0] not in before[number]]
             if len(new) != 1:
                 raise SeamError(f"llama.cpp mapped {path} {len(new)} times, expected once")
             streaming.set_mapping(number, *new[0])
-        return budget, dense_ns
+        handle = streaming.engine.handle
+        await self._in_thread(lambda: self._make_context(runtime, handle))
+        return budget
+
+    async def _load_dense(self, on_progress: Callable[[LoadProgress], None]) -> int:
+        assert self.streaming is not None
+        t0 = time.monotonic_ns()
+        await self.streaming.load_dense(
+            lambda done, total: on_progress(LoadProgress(done_bytes=done, total_bytes=total))
+        )
+        self.streaming.start()
+        return time.monotonic_ns() - t0
 
     async def _load_resident(
         self, layout: ModelLayout, runtime: RuntimeConfig, on_progress: Callable[[LoadProgress], None]
@@ -214,9 +220,28 @@ class Session:
             loop.call_soon_threadsafe(on_progress, done)
             return not self._cancelled.is_set()
 
-        self.model = await self._in_thread(lambda: Model(runtime, lazy=False, on_progress=progress))
+        await self._in_thread(lambda: self._load_model(runtime, lazy=False, on_progress=progress))
+        await self._in_thread(lambda: self._make_context(runtime, None))
 
-    def _effective(self, layout: ModelLayout, runtime: RuntimeConfig, budget: CacheBudget | None) -> EffectiveConfig:
+    # On the decode thread, so that whoever cancels `open` still finds what came into being.
+
+    def _load_model(
+        self, runtime: RuntimeConfig, *, lazy: bool, on_progress: Callable[[float], bool] | None = None
+    ) -> None:
+        self.model = Model(runtime, lazy=lazy, on_progress=on_progress)
+
+    def _make_context(self, runtime: RuntimeConfig, engine_handle: int | None) -> None:
+        self.context = Context(self.model, runtime, engine_handle=engine_handle, stop_flag=self._stop_flag)
+
+    def _close_llama(self) -> None:
+        if hasattr(self, "context"):
+            self.context.close()
+        if hasattr(self, "model"):
+            self.model.close()
+
+    def _effective(
+        self, layout: ModelLayout, runtime: RuntimeConfig, budget: CacheBudget | None
+    ) -> EffectiveConfig:
         s, config, facts = self.streaming, self.config, layout.facts
         name = facts.metadata.get("general.name")
         reasons = sorted({f.fallback_reason for f in s.files if f.fallback_reason}) if s else []
@@ -234,7 +259,7 @@ class Session:
             dense_bytes=layout.dense_bytes,
             cycle_bytes=layout.cycle_bytes,
             threads=runtime.threads,
-            context_tokens=self.context.context_tokens,
+            context_tokens=runtime.context_tokens,
             ubatch_tokens=runtime.ubatch_tokens,
             overlap=config.overlap if s else None,
             io_backend=s.backend.name if s else None,
@@ -259,15 +284,17 @@ class Session:
     async def aclose(self) -> None:
         """Frees everything. Idempotent; waits for a generation that is running."""
         self.cancel()
-        if hasattr(self, "context"):
-            await self._in_thread(self.context.close)
-        if hasattr(self, "model"):
-            await self._in_thread(self.model.close)
+        if not self._closed:
+            self._closed = True
+            await self._in_thread(self._close_llama)
         if self.streaming:
             await self.streaming.aclose()
             self.streaming = None
         self._executor.shutdown()
         sys.setswitchinterval(self._switch_interval)
+        if self._slice_ns is not None:
+            set_slice_ns(self._slice_ns)
+            self._slice_ns = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -307,7 +334,7 @@ class Session:
         request: GenerateRequest,
         *,
         on_prefill: Callable[[PrefillProgress], None] | None = None,
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Computes the prompt and yields tokens as they are made.
 
         Args:

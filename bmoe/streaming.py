@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # More keeps no drive busier but makes all of a layer's reads arrive together at the end (docs/LOG.md).
-_IN_FLIGHT_BYTES = 5 << 20
+_IN_FLIGHT_BYTES = 4 << 20
 
 
 class StreamingEngine:
@@ -72,14 +72,14 @@ class StreamingEngine:
         """The largest read alignment among the files."""
         return max(f.block_bytes for f in self.files)
 
-    def prepare(
+    async def prepare(
         self,
         config: SessionConfig,
         cache_bytes: int,
         *,
         wrap_backend: Callable[[ReadBackend], ReadBackend] | None = None,
     ) -> None:
-        """Makes the backend, the slots and the native engine. Touches no slot memory yet.
+        """Makes the backend, the native engine and the first slots.
 
         Args:
             config: Backend, depth, policy, overlap, watchdog.
@@ -87,7 +87,7 @@ class StreamingEngine:
             wrap_backend: Tests put faults between the queue and the backend here.
 
         Raises:
-            MemoryBudgetError: The budget is below the least that works.
+            MemoryBudgetError: The budget is below the least that works, or memory is short.
             BackendError: The backend was asked for by name and does not work.
         """
         self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes)
@@ -107,6 +107,18 @@ class StreamingEngine:
             watchdog_ns=int(config.watchdog_s * 1e9),
             serial=not config.overlap,
         )
+        self.streamer = Streamer(
+            engine=self.engine,
+            plan=self.plan,
+            memories=self._memories,
+            queue=self._queue,
+            files=[self._queue.add_file(f) for f in self.files],
+            block_bytes=[f.block_bytes for f in self.files],
+            make_policy=policy_named(config.policy),
+            event_fd=self._event_fd,
+        )
+        self._streaming = True
+        await self.streamer.prepare()
 
     async def load_dense(self, on_progress: Callable[[int, int], None]) -> None:
         """Reads everything that is not an expert into memory of its own.
@@ -131,26 +143,9 @@ class StreamingEngine:
         """Says where llama.cpp has mapped file number `file`."""
         lib.bm_set_mapping(self.engine.handle, file, address, length_bytes)
 
-    async def start(self, policy: str) -> None:
-        """Makes the first slots usable and starts serving.
-
-        Raises:
-            MemoryBudgetError: No memory for them.
-        """
-        assert self._queue is not None
-        ids = [self._queue.add_file(f) for f in self.files]
-        self.streamer = Streamer(
-            engine=self.engine,
-            plan=self.plan,
-            memories=self._memories,
-            queue=self._queue,
-            files=ids,
-            block_bytes=[f.block_bytes for f in self.files],
-            make_policy=policy_named(policy),
-            event_fd=self._event_fd,
-        )
-        await self.streamer.start()
-        self._streaming = True
+    def start(self) -> None:
+        """Starts serving the native engine; after `load_dense`."""
+        self.streamer.start()
 
     def check_seam(self) -> None:
         """After the first batch: the hook must have served it.

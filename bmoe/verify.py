@@ -70,7 +70,9 @@ async def trace(session: Session, request: GenerateRequest) -> LogitsTrace:
             raise UsageError("the prompt is empty")
         needed = len(prompt) + request.n_predict
         if needed > context.context_tokens:
-            raise UsageError(f"{needed} tokens do not fit a context of {context.context_tokens}", hint=f"use -c {needed}")
+            raise UsageError(
+                f"{needed} tokens do not fit a context of {context.context_tokens}", hint=f"use -c {needed}"
+            )
         context.clear()
         everything = hashlib.sha256()
         positions: list[bytes] = []

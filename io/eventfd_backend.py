@@ -222,7 +222,7 @@ class EventfdBackend(ABC):
             self._refill()
         if not targets:
             self._drained.set()
-        assert self._on_complete is not None  # noqa: S101 (or no read had been accepted)
+        assert self._on_complete is not None
         self._on_complete(tags, results)
 
     def _refill(self) -> None:

@@ -16,7 +16,6 @@ from bmoe.io.errors import ReadError
 
 if TYPE_CHECKING:
     import asyncio
-
     from collections.abc import Sequence
 
     from bmoe.io.backend import BackendStatistics, Place, ReadBackend, Target
@@ -135,8 +134,8 @@ class ReadQueue:
         need_bytes, known_places, known_targets = self._need_bytes, self._places, self._targets
         for tag, place, target in zip(tags, places, targets, strict=True):
             need = place[2]
-            assert not need_bytes[tag], f"tag {tag} is in flight already"  # noqa: S101 (our bug)
-            assert 0 < need <= target.view.nbytes, f"{need} bytes into {target.view.nbytes}"  # noqa: S101 (as above)
+            assert not need_bytes[tag], f"tag {tag} is in flight already"
+            assert 0 < need <= target.view.nbytes, f"{need} bytes into {target.view.nbytes}"
             need_bytes[tag] = need
             known_places[tag] = place
             known_targets[tag] = target
@@ -235,7 +234,7 @@ class ReadQueue:
             self.backend.submit()
 
         pause_s = _FIRST_PAUSE_S * 2 ** (request.retries - _RETRIES_AT_ONCE - 1)
-        assert self._loop is not None  # noqa: S101 (set by start)
+        assert self._loop is not None
         self._pauses[tag] = self._loop.call_later(pause_s, repeat)
 
     def _read_rest(self, tag: int, request: _Request) -> None:
@@ -259,8 +258,8 @@ class ReadQueue:
         request = self._requests.get(tag)
         if request is None:
             place, target = self._places[tag], self._targets[tag]
-            assert self._need_bytes[tag], f"a completion for tag {tag}, which is not in flight"  # noqa: S101 (our bug)
-            assert place is not None and target is not None  # noqa: S101, PT018 (set with the need)
+            assert self._need_bytes[tag], f"a completion for tag {tag}, which is not in flight"
+            assert place is not None and target is not None  # noqa: PT018 (set with the need)
             request = self._requests[tag] = _Request(*place, target)
         return request
 

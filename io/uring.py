@@ -150,7 +150,7 @@ class UringBackend(EventfdBackend):
             if error.errno not in {errno.EAGAIN, errno.EBUSY, errno.EINTR}:
                 raise
             # The kernel is short of memory for requests.
-            assert self._loop is not None  # noqa: S101 (or no read had been accepted)
+            assert self._loop is not None
             self._loop.call_later(_RETRY_SUBMIT_S, self._hand_over_again)
 
     def _hand_over_again(self) -> None:

@@ -255,7 +255,9 @@ class Engine:
         descs = (TensorDesc * len(tensors))()
         for i, t in enumerate(tensors):
             if t.experts != self.layer_experts[t.layer]:
-                raise ValueError(f"{t.name}: {t.experts} experts, its layer has {self.layer_experts[t.layer]}")
+                raise ValueError(
+                    f"{t.name}: {t.experts} experts, its layer has {self.layer_experts[t.layer]}"
+                )
             descs[i] = TensorDesc(
                 name=t.name.encode(),
                 layer=t.layer,

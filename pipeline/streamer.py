@@ -9,6 +9,7 @@ batches, so that the next miss only has to try candidates that are already ranke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import time
@@ -144,10 +145,9 @@ class Streamer:
         self._layer_expert = [(la, e) for la, n in enumerate(engine.layer_experts) for e in range(n)]
         self._victims: list[deque[tuple[int, int]]] = [deque() for _ in plan.classes]
         self._low_water = 16
-        self._ranking = False
 
         self._pending: deque[int] = deque()
-        self._starved = False
+        self._starved = self._ranking = False
         self._taken = (ctypes.c_int32 * _LONGEST_RUN)()
         self._run_slices = (ctypes.c_int32 * _LONGEST_RUN)()
         self._run_slots = (ctypes.c_int32 * _LONGEST_RUN)()
@@ -168,16 +168,19 @@ class Streamer:
 
     # --- life -------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Makes the first chunk of each class usable and listens to the doorbell.
+    async def prepare(self) -> None:
+        """Makes the first chunk of each class usable; whether memory is registered is known afterwards.
 
         Raises:
             MemoryBudgetError: No memory for the first chunk.
         """
-        self._loop = asyncio.get_running_loop()
-        self._queue.start(self._loop, partial(self._guarded, self._on_done), self._on_error)
         for c in range(len(self._plan.classes)):
             await self._grow(c)
+
+    def start(self) -> None:
+        """Listens to the doorbell; takes the queue over."""
+        self._loop = asyncio.get_running_loop()
+        self._queue.start(self._loop, partial(self._guarded, self._on_done), self._on_error)
         self._loop.add_reader(self._event_fd, self._guarded, self._on_doorbell)
 
     async def aclose(self) -> None:
@@ -232,10 +235,8 @@ class Streamer:
 
     def _on_doorbell(self) -> None:
         t0 = time.monotonic_ns()
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            pass
         taken: list[int] = []
         while (n := lib.bm_take(self._handle, self._taken, len(self._taken))) > 0:
             taken += self._taken[:n]
@@ -258,7 +259,10 @@ class Streamer:
             tensor = self._tensor[pending[0]]
             free = self._free[self._plan.class_of_tensor[tensor]]
             if not free and not self._make_room(self._plan.class_of_tensor[tensor]):
-                if self._growing[self._plan.class_of_tensor[tensor]] is not None or not self._pull_forward_demand():
+                if (
+                    self._growing[self._plan.class_of_tensor[tensor]] is not None
+                    or not self._pull_forward_demand()
+                ):
                     break
                 continue
             run: list[int] = []
@@ -284,10 +288,12 @@ class Streamer:
         n = len(run)
         slots = free[-n:]
         del free[-n:]
-        self._run_slices[:n] = run
-        self._run_slots[:n] = slots
+        self._run_slices[:n] = run  # type: ignore[assignment]  # typeshed wants c_int32 in the list
+        self._run_slots[:n] = slots  # type: ignore[assignment]  # as above
         if lib.bm_assign(self._handle, self._run_slices, self._run_slots, n):
-            raise RuntimeError(f"slices of {self._engine.tensors[tensor].name} were posted but are not wanted")
+            raise RuntimeError(
+                f"slices of {self._engine.tensors[tensor].name} were posted but are not wanted"
+            )
         places, targets = self._place, self._targets
         self._queue.read_many(slots, [places[s] for s in run], [targets[s] for s in slots])  # type: ignore[misc]  # free slots have targets
         self._queue.submit()
@@ -355,7 +361,7 @@ class Streamer:
         n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.slots, 8, int(force), self._freed)
         self._sweeps += 1
         self._release(n)
-        return n > 0
+        return bool(n > 0)
 
     def _release(self, n: int) -> None:
         self._evictions += n
@@ -415,7 +421,7 @@ class Streamer:
         t0 = time.monotonic_ns()
         for start in range(0, len(slots), len(self._done)):
             part = slots[start : start + len(self._done)]
-            self._done[: len(part)] = part
+            self._done[: len(part)] = part  # type: ignore[assignment]  # typeshed wants c_int32 in the list
             if lib.bm_ready(self._handle, self._done, len(part)):
                 raise RuntimeError("a read completed for a slot that was not being read")
         if self._pending:

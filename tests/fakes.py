@@ -26,7 +26,7 @@ from bmoe.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from bmoe.config import GenerateRequest, SessionConfig
 
@@ -173,9 +173,15 @@ class FakeSession:
         self._loop: asyncio.AbstractEventLoop
 
     async def open(
-        self, config: SessionConfig, *, on_progress: Callable[[LoadProgress], None] | None = None
+        self,
+        config: SessionConfig,
+        *,
+        on_effective: Callable[[EffectiveConfig], None] | None = None,
+        on_progress: Callable[[LoadProgress], None] | None = None,
     ) -> FakeSession:
         self.config = config
+        if on_effective is not None:
+            on_effective(self.effective)
         self._loop = asyncio.get_running_loop()
         self._cancelled = asyncio.Event()
         if on_progress is not None:
@@ -189,7 +195,7 @@ class FakeSession:
 
     async def generate(
         self, request: GenerateRequest, *, on_prefill: Callable[[PrefillProgress], None] | None = None
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent, None]:
         self.request = request
         made = 0
         end: Any = "error"

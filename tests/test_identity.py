@@ -14,7 +14,6 @@ from bmoe.synth import QUANTISATIONS
 from bmoe.verify import trace, verify
 from tests.models import tiny_moe
 from tests.runs import (
-    assert_same_as_resident,
     cache_of_layer,
     cache_of_part,
     cache_of_slots,
@@ -210,7 +209,9 @@ class _Spoiled(FaultyBackend):
             self._loop.call_soon(self._deliver, [tag], [target.view.nbytes])
 
 
-@pytest.mark.parametrize("shift_bytes", [None, 4096, -4096, 36864], ids=["unread", "late", "early", "neighbour"])
+@pytest.mark.parametrize(
+    "shift_bytes", [None, 4096, -4096, 36864], ids=["unread", "late", "early", "neighbour"]
+)
 @pytest.mark.parametrize("index", [4, 30])
 def test_a_slice_from_the_wrong_place_is_noticed(index: int, shift_bytes: int | None) -> None:
     """Every expert is used by every token; a slice is 36,864 bytes long."""

@@ -3,13 +3,14 @@
 Every side runs in a fresh process; sides are interleaved (A B C A B C ...), so that a drifting machine
 touches all alike; medians and ratios are printed, the last line of stdout is JSON. Text is fed token by
 token instead of the model's own choices, so that routing varies as in real use. Outside the timing
-window: loading, tokenizing, the first quarter of the tokens (the cache warms).
+window: loading, tokenizing, and a first generation of the same length that fills the cache (steady state).
 
 Bounds, per token (docs/benchmarks.md explains them):
-  layered  D + sum over layers of max(missed bytes / bandwidth, E / layers)
+  layered  D + sum over layers of max(read time, E / layers)
   ideal    max(missed bytes / bandwidth, D + E)
-with E the time in expert matmuls and D the rest, both from the side whose experts are all cached, and the
-drive's bandwidth at this slice size measured in the same interleaving.
+E is the time in expert matmuls and D the rest, both from the side whose experts are all cached. The read
+time of a layer is taken twice: its bytes over the drive's full bandwidth, and what a burst of that many
+reads takes on the idle drive ("at depth"); both are measured in the same interleaving.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -32,7 +34,10 @@ import uvloop
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bmoe.session import Session
+
 MIB = 1 << 20
+BURSTS = (1, 2, 3, 4, 6, 9, 12, 16, 24, 32)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -59,22 +64,19 @@ async def run_side(side: dict[str, Any]) -> dict[str, Any]:
     )
     session = await Session.open(config)
     async with session:
-        words = Path(side["text"]).read_text(encoding="utf-8")
-        tokens = session.model.tokenize(words)
+        tokens = session.model.tokenize(side["text"])
         while len(tokens) < side["prompt_tokens"] + side["tokens"]:
             tokens += tokens
         prompt = b"".join(map(session.model.piece, tokens[: side["prompt_tokens"]])).decode("utf-8", "ignore")
         forced = tuple(tokens[side["prompt_tokens"] : side["prompt_tokens"] + side["tokens"]])
-        # All experts cached: one run to fill, a second to measure.
-        repeats = 2 if side.get("fill") else 1
-        for _ in range(repeats):
+        for _ in range(2 if session.streaming and side["tokens"] > 1 else 1):
             events = [
                 e
                 async for e in session.generate(
                     GenerateRequest(prompt=prompt, n_predict=len(forced), forced=forced, ignore_eog=True)
                 )
             ]
-        steps = [e.metrics for e in events][len(events) // 4 :]
+        steps = [e.metrics for e in events]
         summary = session.summary
         assert summary is not None
         out: dict[str, Any] = {
@@ -104,22 +106,24 @@ async def run_side(side: dict[str, Any]) -> dict[str, Any]:
                     "submit_us_p50": (summary.submit_latency_ns_p50 or 0) / 1e3,
                     "layers": session.effective.moe_layers,
                     "measured_tokens": len(steps),
-                    "layer_mib": [b / MIB for b in last_requests(asked, sum(m.reads or 0 for m in steps), session)],
+                    "layer_reads": last_requests(asked, sum(m.reads or 0 for m in steps), session),
                 }
     return out
 
 
-def last_requests(asked_bytes: list[int], reads: int, session: Any) -> list[int]:
-    """The last announcements' bytes that add up to this many slice reads (slices are of about one size)."""
+def last_requests(asked_bytes: list[int], reads: int, session: Session) -> dict[int, int]:
+    """How many of the last announcements asked for how many slices, as far back as `reads` goes."""
+    assert session.streaming is not None
     tensors = session.streaming.engine.tensors
-    left = reads * sum(t.slice_bytes for t in tensors) / len(tensors)
-    taken: list[int] = []
+    mean_bytes = sum(t.slice_bytes for t in tensors) / len(tensors)
+    counts: dict[int, int] = {}
     for asked in reversed(asked_bytes):
-        if left <= 0:
+        if reads <= 0:
             break
-        taken.append(asked)
-        left -= asked
-    return taken
+        slices = round(asked / mean_bytes)
+        counts[slices] = counts.get(slices, 0) + 1
+        reads -= slices
+    return counts
 
 
 def drop_page_cache(path: str) -> None:
@@ -131,7 +135,7 @@ def drop_page_cache(path: str) -> None:
         os.close(fd)
 
 
-async def measure_drive(side: dict[str, Any]) -> dict[str, Any]:
+async def measure_drive(side: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0915 (one measurement, top to bottom)
     """Random slice-sized direct reads through the engine's own backend, deep queue: bandwidth and CPU."""
     from bmoe.gguf_file import read_gguf
     from bmoe.io import DirectFile, ReadQueue, SlotMemory, open_backend
@@ -150,37 +154,47 @@ async def measure_drive(side: dict[str, Any]) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
     choose = random.Random(side["seed"])  # noqa: S311 (offsets, not secrets)
-    left = side["reads"]
-    started = 0
+    left = 0
+    again = 0
 
-    def offset() -> int:
-        return choose.randrange((file.size_bytes - size) // file.block_bytes) * file.block_bytes
+    def place() -> tuple[int, int, int]:
+        blocks = (file.size_bytes - size) // file.block_bytes
+        return (file_id, choose.randrange(blocks) * file.block_bytes, size)
+
+    def start(tags: list[int]) -> None:
+        queue.read_many(tags, [place() for _ in tags], [targets[t] for t in tags])
+        queue.submit()
 
     def on_done(tags: list[int]) -> None:
-        nonlocal left, started
+        nonlocal left, again
         left -= len(tags)
-        for tag in tags:
-            if started < side["reads"]:
-                started += 1
-                queue.read(tag, file_id, offset(), size, targets[tag])
-        queue.submit()
-        if left <= 0:
+        more = tags[: min(again, len(tags))]
+        again -= len(more)
+        if more:
+            start(more)
+        if left == 0:
             done.set()
 
     def on_error(_: int, error: Exception) -> None:
         raise error
 
+    async def burst(reads: int, total: int) -> float:
+        nonlocal left, again
+        left, again = total, total - reads
+        done.clear()
+        t0 = time.monotonic()
+        start(list(range(reads)))
+        await done.wait()
+        return time.monotonic() - t0
+
     file_id = queue.add_file(file)
     buffer = [backend.add_buffer(memory.chunk_view(c)) for c in range(memory.chunks)]
     targets = [backend.prepare(buffer[s // memory.chunk_slots], memory.slot_view(s)) for s in range(depth)]
     queue.start(loop, on_done, on_error)
-    t0, cpu0 = time.monotonic(), time.process_time()
-    for tag in range(depth):
-        started += 1
-        queue.read(tag, file_id, offset(), size, targets[tag])
-    queue.submit()
-    await done.wait()
-    wall, cpu = time.monotonic() - t0, time.process_time() - cpu0
+    cpu0 = time.process_time()
+    wall = await burst(depth, side["reads"])
+    cpu = time.process_time() - cpu0
+    bursts = {n: statistics.median([await burst(n, n) for _ in range(15)]) for n in BURSTS}
     await queue.aclose()
     memory.close()
     mib = side["reads"] * size / MIB
@@ -190,6 +204,7 @@ async def measure_drive(side: dict[str, Any]) -> dict[str, Any]:
         "read_kib": size / 1024,
         "registered": backend.registered,
         "direct": file.direct,
+        "burst_s": bursts,
     }
 
 
@@ -220,7 +235,9 @@ def run_child(side: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "tools.bench_streaming", "--side", json.dumps(side)]
         if procs is not None:
             command = ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False
+        )
         time.sleep(0.2)
     if done.returncode:
         raise SystemExit(f"{side['name']}: exit {done.returncode}\n{done.stderr}")
@@ -235,7 +252,7 @@ def sides_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The matrix, in interleaving order."""
     common = {
         "model": str(options.model),
-        "text": str(options.text),
+        "text": options.text.read_text(encoding="utf-8")[:100_000],
         "threads": options.threads,
         "prompt_tokens": options.prompt_tokens,
         "tokens": options.tokens,
@@ -244,22 +261,31 @@ def sides_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     sides += [
         {**common, "name": "resident", "resident": True, "repack": True},
         {**common, "name": "resident, no repacking", "resident": True, "repack": False},
-        {**common, "name": "everything cached", "resident": False, "cache_mib": 1 << 20, "fill": True},
+        {**common, "name": "everything cached", "resident": False, "cache_mib": 1 << 20},
     ]
     for cache in options.caches:
         sides.append({**common, "name": f"cache {cache} MiB", "resident": False, "cache_mib": cache})
         if options.serial:
-            serial = {**common, "name": f"cache {cache} MiB, no overlap", "resident": False, "cache_mib": cache}
+            serial = {
+                **common,
+                "name": f"cache {cache} MiB, no overlap",
+                "resident": False,
+                "cache_mib": cache,
+            }
             sides.append({**serial, "overlap": False})
     if options.cap_mb:
         cap = options.cap_mb * 1000 * 1000
         few = {**common, "tokens": options.capped_tokens, "cap_bytes": cap, "prompt_tokens": 4}
-        sides.append({**few, "name": f"resident, {options.cap_mb} MB cgroup", "resident": True, "repack": False})
+        sides.append(
+            {**few, "name": f"resident, {options.cap_mb} MB cgroup", "resident": True, "repack": False}
+        )
         streamed = {**few, "tokens": options.tokens, "resident": False, "cache_mib": options.caches[0]}
         sides.append({**streamed, "name": f"cache {options.caches[0]} MiB, {options.cap_mb} MB cgroup"})
     if options.prefill:
         wide = {**common, "tokens": 1, "prompt_tokens": options.prefill}
-        sides.append({**wide, "name": f"prefill {options.prefill}, resident", "resident": True, "repack": False})
+        sides.append(
+            {**wide, "name": f"prefill {options.prefill}, resident", "resident": True, "repack": False}
+        )
         streamed = {**wide, "name": f"prefill {options.prefill}, cache 1000 MiB", "resident": False}
         sides.append({**streamed, "cache_mib": 1000, "drop_cache": True})
     return sides
@@ -267,7 +293,9 @@ def sides_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Parses, runs the rounds, prints the table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
     parser.add_argument("--rounds", type=int, default=3)
@@ -308,56 +336,102 @@ def median(rows: list[dict[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+HEADINGS = (
+    "side",
+    "tok/s (min to max)",
+    "MiB/token",
+    "GiB/s",
+    "hit",
+    "stall ms",
+    "CPU ms/token",
+    "submit us",
+    "layered",
+    "of it",
+    "at depth",
+    "of it",
+    "ideal",
+)
+FIGURES = (
+    ("mib_tok", 1.0, ".1f"),
+    ("gib_s", 1.0, ".2f"),
+    ("hit", 1.0, ".3f"),
+    ("stall_ms_tok", 1.0, ".1f"),
+    ("cpu_s_tok", 1e3, ".1f"),
+    ("submit_us_p50", 1.0, ".0f"),
+)
+
+
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: medians, spread of tok/s, and the bounds where they can be had."""
-    bandwidth = median(results.get("drive", []), "gib_s")
-    cached = results.get("everything cached", [])
-    lines = [
-        "| side | tok/s (min to max) | MiB/token | GiB/s | hit | stall ms | CPU ms/token | layered bound | of it | ideal |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    drive, cached = results.get("drive", []), results.get("everything cached", [])
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|"]
     for name, rows in results.items():
         rates = [r["tok_s"] for r in rows if "tok_s" in r]
-        if name == "drive" or not rates or name.startswith("prefill"):
+        if not rates or name.startswith("prefill"):
             continue
-        cells = [name, f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"]
-        for key, form in (("mib_tok", ".1f"), ("gib_s", ".2f"), ("hit", ".3f"), ("stall_ms_tok", ".1f")):
+        rate = statistics.median(rates)
+        cells = [name, f"{rate:.1f} ({min(rates):.1f} to {max(rates):.1f})"]
+        for key, scale, form in FIGURES:
             value = median(rows, key)
-            cells.append("" if value is None else format(value, form))
-        cells.append(f"{1e3 * (median(rows, 'cpu_s_tok') or 0):.1f}")
-        if bandwidth and cached and rows[0].get("layer_mib") and name.startswith("cache") and "cgroup" not in name:
-            layered, ideal = bounds(rows, cached, bandwidth)
-            cells += [f"{1 / layered:.1f}", f"{statistics.median(rates) * layered:.0%}", f"{1 / ideal:.1f}"]
+            cells.append("" if value is None else format(value * scale, form))
+        if drive and cached and rows[0].get("layer_reads") and "cgroup" not in name:
+            full, at_depth, ideal = bounds(rows, cached, drive)
+            cells += [
+                f"{1 / full:.1f}",
+                f"{rate * full:.0%}",
+                f"{1 / at_depth:.1f}",
+                f"{rate * at_depth:.0%}",
+            ]
+            cells.append(f"{1 / ideal:.1f}")
         else:
-            cells += ["", "", ""]
+            cells += [""] * 5
         lines.append("| " + " | ".join(cells) + " |")
+    bandwidth = median(drive, "gib_s")
+    if bandwidth:
+        cpu, size = median(drive, "cpu_us_per_mib"), median(drive, "read_kib")
+        bursts = ", ".join(f"{n}: {1e3 * burst_s(drive, n):.2f}" for n in BURSTS)
+        lines.append(f"\ndrive: {bandwidth:.2f} GiB/s at {size:.0f} KiB, {cpu:.1f} us of CPU per MiB")
+        lines.append(f"\nbursts on the idle drive, reads: ms: {bursts}")
     for name, rows in results.items():
-        if name == "drive":
-            cpu, size = median(rows, "cpu_us_per_mib"), median(rows, "read_kib")
-            lines.append(f"\ndrive: {bandwidth:.2f} GiB/s at {size:.0f} KiB, {cpu:.1f} us of CPU per MiB")
-        if name.startswith("prefill"):
-            note = f"{median(rows, 'prefill_s'):.2f} s for {rows[0]['prompt_tokens']} tokens"
-            mib = median(rows, "prefill_mib")
-            if mib and bandwidth:
-                note += f", {mib:.0f} MiB read ({mib / 1024 / bandwidth:.2f} s at the drive's bandwidth)"
-            lines.append(f"\n{name}: {note}, load {median(rows, 'load_s'):.2f} s")
+        if not name.startswith("prefill"):
+            continue
+        note = f"{median(rows, 'prefill_s'):.2f} s for {rows[0]['prompt_tokens']} tokens"
+        mib = median(rows, "prefill_mib")
+        if mib and bandwidth:
+            note += f", {mib:.0f} MiB read ({mib / 1024 / bandwidth:.2f} s at the drive's bandwidth)"
+        lines.append(f"\n{name}: {note}, load {median(rows, 'load_s'):.2f} s")
     return "\n".join(lines)
 
 
-def bounds(rows: list[dict[str, Any]], cached: list[dict[str, Any]], bandwidth_gib_s: float) -> tuple[float, float]:
-    """(layered, ideal) seconds per token of a side."""
+def burst_s(drive: list[dict[str, Any]], reads: int) -> float:
+    """Median time of a burst of this many reads, between measured sizes by interpolation."""
+    points = [(n, statistics.median([r["burst_s"][str(n)] for r in drive])) for n in BURSTS]
+    for (n0, t0), (n1, t1) in itertools.pairwise(points):
+        if reads <= n1:
+            return t0 + (t1 - t0) * (reads - n0) / (n1 - n0)
+    return points[-1][1] * reads / points[-1][0]
+
+
+def bounds(
+    rows: list[dict[str, Any]], cached: list[dict[str, Any]], drive: list[dict[str, Any]]
+) -> tuple[float, float, float]:
+    """Seconds per token of a side: layered at full bandwidth, layered at depth, ideal."""
     whole = 1 / (median(cached, "tok_s") or 1)
     experts = median(cached, "experts_s_tok") or 0.0
     layers = int(cached[0]["layers"])
-    layered, ideal = [], []
+    bandwidth = median(drive, "gib_s") or 1.0
+    slice_s = drive[0]["read_kib"] / 1024 / 1024 / bandwidth
+    full, at_depth, ideal = [], [], []
     for row in rows:
         tokens = row["measured_tokens"]
-        reads = [mib / 1024 / bandwidth_gib_s for mib in row["layer_mib"]]
-        silent = tokens * layers - len(reads)
-        overlap = sum(max(r, experts / layers) for r in reads) + silent * experts / layers
-        layered.append(whole - experts + overlap / tokens)
-        ideal.append(max(sum(reads) / tokens, whole))
-    return statistics.median(layered), statistics.median(ideal)
+        asked = {int(n): count for n, count in row["layer_reads"].items()}
+        rest = whole - experts + (tokens * layers - sum(asked.values())) * experts / layers / tokens
+        full.append(rest + sum(c * max(n * slice_s, experts / layers) for n, c in asked.items()) / tokens)
+        at_depth.append(
+            rest + sum(c * max(burst_s(drive, n), experts / layers) for n, c in asked.items()) / tokens
+        )
+        ideal.append(max(sum(n * c for n, c in asked.items()) * slice_s / tokens, whole))
+    return statistics.median(full), statistics.median(at_depth), statistics.median(ideal)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from bmoe import present
 from bmoe.cli import BROKEN_PIPE_EXIT
@@ -25,11 +25,9 @@ from bmoe.session import Session
 from bmoe.telemetry import open_run_log, without_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from bmoe.cli.interrupts import Interrupts
     from bmoe.config import SessionConfig
-    from bmoe.records import LoadProgress, PrefillProgress, TokenEvent
+    from bmoe.records import EffectiveConfig, LoadProgress, PrefillProgress
     from bmoe.telemetry import RunLog
 
 _WRITABLE_POLL_S: Final = 0.02
@@ -105,7 +103,6 @@ class _DecodeRun:
             return self._interrupts.exit_code
         try:
             self._interrupts.cancel_with(session.cancel)
-            self._show(present.mode_line(session.effective), *present.warnings(session.effective))
             return await self._generate(session)
         finally:
             await session.aclose()
@@ -116,13 +113,18 @@ class _DecodeRun:
         reached: LoadProgress | None = None
         display = ProgressDisplay("loading", _in_mib, self._stderr)
 
+        def on_effective(effective: EffectiveConfig) -> None:
+            self._show(present.mode_line(effective), *present.warnings(effective))
+
         def on_progress(progress: LoadProgress) -> None:
             nonlocal reached
             reached = progress
             display.update(progress.done_bytes, progress.total_bytes)
 
         loop = asyncio.get_running_loop()
-        opening = loop.create_task(Session.open(self._job.config, on_progress=on_progress))
+        opening = loop.create_task(
+            Session.open(self._job.config, on_effective=on_effective, on_progress=on_progress)
+        )
         self._interrupts.cancel_with(lambda: loop.call_soon_threadsafe(opening.cancel))
         try:
             return await opening
@@ -163,7 +165,7 @@ class _DecodeRun:
 
         try:
             generated = session.generate(request, on_prefill=on_prefill)
-            async with aclosing(cast("AsyncGenerator[TokenEvent, None]", generated)) as events:
+            async with aclosing(generated) as events:
                 async for event in events:
                     display.close()
                     self._log_prefill(session)

@@ -52,7 +52,9 @@ class Interrupts:
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         self._watcher = threading.Thread(target=self._watch, name="bmoe-interrupts", daemon=True)
         self._watcher.start()
-        self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        # What is ignored stays so: a shell's background job is not meant by Ctrl-C.
+        handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
