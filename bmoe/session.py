@@ -380,6 +380,8 @@ class Session:
 
     def _settle(self, failure: BaseException | None) -> BaseException | None:
         """After the decode thread is done: the real reason of an abort, and a clean slate."""
+        if self._closed:  # the handles are gone, or going on the decode thread
+            return Cancelled("cancelled") if isinstance(failure, AbortedBatch) else failure
         error = failure
         if self.streaming:
             engine = self.streaming.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bmoe.config import GenerateRequest, SessionConfig
@@ -120,7 +121,9 @@ def expected(
         async with await Session.open(plain) as session:
             return await trace(session, GenerateRequest(prompt=prompt, n_predict=n_predict))
 
-    return run(scenario())
+    # In a thread of its own: a scenario that is running may ask, and has the loop here.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run, scenario()).result()
 
 
 def streamed(

@@ -116,6 +116,7 @@ static int lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor *
             int32_t x = *(const int32_t *)((const char *)ids->data + tok * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
             if (x < 0 || x >= t->d.experts) {
                 snprintf(e->fault, sizeof e->fault, "%s: the router chose expert %d of %d", t->name, x, t->d.experts);
+                for (int32_t u = 0; u < w->n_unique; u++) w->slot_of[w->expert[u]] = -1; /* for the next one */
                 return -1;
             }
             if (w->slot_of[x] < 0) {
