@@ -468,7 +468,10 @@ def test_work_that_cannot_be_interrupted_is_left_behind_and_the_log_ends(tmp_pat
     done = process("stuck", *DECODE, "--log-json", str(tmp_path / "log"))
     _, err = done.communicate()
     assert done.returncode == 130
-    assert err.partition(b"\n")[2] == b"still loading\nbmoe: left without waiting for work that cannot be interrupted\n"
+    assert (
+        err.partition(b"\n")[2]
+        == b"still loading\nbmoe: left without waiting for work that cannot be interrupted\n"
+    )
     found = lines(tmp_path / "log")
     assert [line["event"] for line in found] == ["run_start", "run_end"]
     assert found[-1]["exit_code"] == 130

@@ -361,7 +361,9 @@ def test_cancelling_the_task_ends_the_generation() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fault", [Fault(hold=True), Fault(hold=True, errno=errno.EIO)], ids=["late", "late and failed"])
+@pytest.mark.parametrize(
+    "fault", [Fault(hold=True), Fault(hold=True, errno=errno.EIO)], ids=["late", "late and failed"]
+)
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 def test_a_read_that_comes_after_the_cancel_harms_nothing(part: str, fault: Fault, overlap: bool) -> None:
     """The kernel waits in the middle of a layer; the read that it waits for completes when nobody does."""

@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 asked wrongly, 128 + N ended by signal N.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # numpy's BLAS would start a thread per CPU that spins while llama.cpp loads; nothing here uses it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = _run(words)
         sys.stdout.flush()

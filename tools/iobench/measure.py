@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bmoe.io import DirectFile, ReadBackend, Target
-    from bmoe.io.errors import ReadError
     from bmoe.tools.iobench.burners import Burners
     from bmoe.tools.iobench.lanes import Walk
 
@@ -165,19 +164,19 @@ class _Run:
         self._handed_over_ns = [0] * lanes
         self._submission_ns = [0] * lanes
         self._need_bytes = [0] * lanes
-        self._error: ReadError | None = None
+        self._error: Exception | None = None
         self._drained = asyncio.Event()
 
     async def run(self) -> None:
         """Until the window is over and nothing is in flight."""
         self._queue.start(asyncio.get_running_loop(), self._on_done, self._on_error)
         gc.collect()
-        self._read(list(range(self._memory.slots)), perf_counter_ns())
+        self._read(list(range(self._memory.slots)))
         await self._drained.wait()
         if self._error is not None:
             raise self._error
 
-    def _read(self, lanes: list[int], now_ns: int) -> None:
+    def _read(self, lanes: list[int]) -> None:
         """The next read of each of these lanes, handed over at once."""
         places, targets, need_bytes = [], [], self._need_bytes
         for lane in lanes:
@@ -186,10 +185,11 @@ class _Run:
             need_bytes[lane] = need
             places.append((self._file_ids[file_index], offset, need))
             targets.append(self._targets[lane].get(length) or self._target(lane, length))
+        queued = perf_counter_ns()
         self._queue.read_many(lanes, places, targets)
         self._queue.submit()
         handed_over = perf_counter_ns()
-        took = handed_over - now_ns
+        took = handed_over - queued
         for lane in lanes:
             self._handed_over_ns[lane] = handed_over
             self._submission_ns[lane] = took
@@ -219,9 +219,12 @@ class _Run:
                 self.cpu_ns = (max(0, user - self._cpu_at_start[0]), system - self._cpu_at_start[1])
                 self._see_whether_drained()
                 return
-        self._read(lanes, perf_counter_ns())
+        try:
+            self._read(lanes)
+        except Exception as bug:  # noqa: BLE001 (raised by `run`: an event loop would only log it)
+            self._on_error(lanes[0], bug)
 
-    def _on_error(self, lane: int, error: ReadError) -> None:  # noqa: ARG002 (the error says where)
+    def _on_error(self, lane: int, error: Exception) -> None:  # noqa: ARG002 (the error says where)
         self._error = self._error or error
         self._see_whether_drained()
 
