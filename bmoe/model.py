@@ -58,12 +58,11 @@ class ModelLayout:
         return sum(t.slice_bytes * min(self.top_k, t.experts) for t in self.tensors)
 
 
-def lay_out(facts: GgufFacts, *, n_expert_used: int = 0) -> ModelLayout:
+def lay_out(facts: GgufFacts) -> ModelLayout:
     """Divides a model's tensors.
 
     Args:
         facts: The header.
-        n_expert_used: Overrides the file's top-k when positive.
 
     Raises:
         FormatError: Expert tensors of one layer disagree about the number of experts.
@@ -112,5 +111,5 @@ def lay_out(facts: GgufFacts, *, n_expert_used: int = 0) -> ModelLayout:
         dense_bytes=sum(end - start for _, start, end in dense),
         expert_bytes=sum(t.slice_bytes * t.experts for t in streamed),
         experts=experts,
-        top_k=min(n_expert_used or facts.arch_int("expert_used_count"), experts) if experts else 0,
+        top_k=min(facts.arch_int("expert_used_count"), experts) if experts else 0,
     )

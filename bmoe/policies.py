@@ -16,10 +16,18 @@ if TYPE_CHECKING:
     from bmoe.pipeline.policy import EvictionPolicy, UseHistory
 
 
+_CYCLE_DISCOUNT = 0.2
+
+
 def _lowest(keys: NDArray[np.float64], candidates: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     """The `count` candidates with the lowest keys, lowest first; equal keys by entry id."""
+    if count <= 0:
+        return candidates[:0]
     if count < len(keys):
-        part = np.argpartition(keys, count)[:count]
+        limit = np.partition(keys, count - 1)[count - 1]
+        below = np.flatnonzero(keys < limit)
+        equal = np.flatnonzero(keys == limit)[: count - len(below)]
+        part = np.concatenate((below, equal))
         keys, candidates = keys[part], candidates[part]
     return candidates[np.lexsort((candidates, keys))]
 
@@ -27,9 +35,10 @@ def _lowest(keys: NDArray[np.float64], candidates: NDArray[np.int32], count: int
 class AgedFrequency:
     """Gives up the experts with the lowest use count, uses losing half their worth every 16 batches.
 
-    Equal counts are common (most experts are rare): then the layer whose next turn is farthest goes
-    first, which is the one that has just run. That is what makes it better than any recency order on a
-    cyclic scan.
+    An expert whose layer has just run is worth up to a fifth less than one whose layer comes next: it
+    would hold its slot for a whole cycle before it can be used. Among equal counts, which are common (most
+    experts are rare), the layer that has just run goes first. That is what makes this better than any
+    recency order on a cyclic scan. Both figures by replay of recorded traces (docs/LOG.md, 2026-11-30).
     """
 
     name = "aged"
@@ -41,8 +50,7 @@ class AgedFrequency:
         """See `EvictionPolicy.victims`."""
         h = self._history
         until_next = (h.layer_of[candidates] - layer - 1) % h.layers
-        # Counts of equal histories are equal to the last bit, so a relative nudge orders only ties.
-        keys = h.frequency[candidates] * (1.0 - 1e-9 * until_next)
+        keys = h.frequency[candidates] * (1.0 - _CYCLE_DISCOUNT / h.layers * until_next)
         return _lowest(keys, candidates, count)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _ABORTED = 2
 _NO_KV_SLOT = 1
+_lazy_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,6 @@ class RuntimeConfig:
         context_tokens: KV cells.
         ubatch_tokens: Widest graph; batches are cut to it.
         repack: Let llama.cpp copy weights into its repacked layouts. Never with a hook.
-        n_expert_used: Overrides top-k when positive.
     """
 
     path: str
@@ -46,7 +47,6 @@ class RuntimeConfig:
     context_tokens: int
     ubatch_tokens: int
     repack: bool = False
-    n_expert_used: int = 0
 
 
 def refuse_unsafe_environment() -> None:
@@ -69,12 +69,15 @@ class LazyMap:
         self.active = False
 
     def __enter__(self) -> Self:
+        # Not left to the native lock: waiting for that would keep the GIL, which the loader's log needs.
+        _lazy_lock.acquire()
         self.active = bool(lib.bm_lazy_map_begin())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.active:
             lib.bm_lazy_map_end()
+        _lazy_lock.release()
 
 
 def file_mappings(path: str) -> dict[int, int]:
@@ -125,14 +128,6 @@ class Model:
             progress = on_progress
             callback = type(params.progress_callback)(lambda fraction, _: progress(fraction))
             params.progress_callback = callback
-        overrides = (L.llama_model_kv_override * 2)()
-        if config.n_expert_used:
-            from bmoe.gguf_file import read_gguf  # noqa: PLC0415 (only for this rare option)
-
-            overrides[0].key = f"{read_gguf(config.path).architecture}.expert_used_count".encode()
-            overrides[0].tag = L.LLAMA_KV_OVERRIDE_TYPE_INT
-            overrides[0].value.val_i64 = config.n_expert_used
-            params.kv_overrides = overrides
         with log_lines() as lines:
             if lazy:
                 with LazyMap() as lazy_map:

@@ -93,7 +93,7 @@ class Session:
         self._generating = False
         self._switch_interval = sys.getswitchinterval()
         self._slice_ns: int | None = None
-        self._closed = False
+        self._opened = self._closed = False
 
     # --- open and close -----------------------------------------------------------------------------
 
@@ -168,6 +168,7 @@ class Session:
             dense_ns=dense_ns,
             dense_bytes=layout.dense_bytes if stream else None,
         )
+        self._opened = True
 
     async def _load_streaming(
         self,
@@ -291,6 +292,7 @@ class Session:
             await self.streaming.aclose()
             self.streaming = None
         self._executor.shutdown()
+        gc.unfreeze()
         sys.setswitchinterval(self._switch_interval)
         if self._slice_ns is not None:
             set_slice_ns(self._slice_ns)
@@ -323,7 +325,13 @@ class Session:
     # --- generate -------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Ends the running generation, from any thread or a signal handler. Nothing of it is kept."""
+        """Ends what is running (opening or a generation), from any thread or a signal handler.
+
+        Nothing of a generation that was cancelled is kept. Without one running, nothing happens: a
+        generation begins when its first token is awaited.
+        """
+        if self._opened and not self._generating:
+            return
         self._cancelled.set()
         self._stop_flag.value = 1
         if self.streaming and hasattr(self.streaming, "engine"):

@@ -114,6 +114,7 @@ def _first(path: str) -> str | None:
 def _lines(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().splitlines()
+            text: str = file.read()
     except OSError:
         return []
+    return text.splitlines()

@@ -187,6 +187,7 @@ class Streamer:
         """Stops listening and waits until no read is in flight. Slot memory may be freed afterwards."""
         if self._loop is not None:
             self._loop.remove_reader(self._event_fd)
+        self._pending.clear()  # memory that has grown would start reads, and grow again
         for task in self._growing:
             if task is not None:
                 await task
@@ -201,7 +202,7 @@ class Streamer:
         """After a batch that ended early: forgets requests. Reads in flight go on and are kept."""
         self._pending.clear()
         self._starved = False
-        self._error = None
+        self._error = self.bug = None
         lib.bm_reset(self._handle)
 
     def statistics(self) -> StreamerStatistics:

@@ -177,7 +177,7 @@ def test_two_sessions_compute_at_the_same_time() -> None:
         first, second = [await Session.open(config(path)) for path in paths]
         async with first, second:
             request = GenerateRequest(prompt=LONG_PROMPT[:60], n_predict=10)
-            assert await asyncio.gather(trace(first, request), trace(second, request)) == want
+            assert list(await asyncio.gather(trace(first, request), trace(second, request))) == want
 
     run(scenario())
 

@@ -20,7 +20,7 @@ from bmoe import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BROKEN_PIPE_EXIT", "main"]
+__all__ = ["BROKEN_PIPE_EXIT", "main", "run_command"]
 
 BROKEN_PIPE_EXIT: Final = 128 + 13  # as if SIGPIPE had ended it, which is what shells know
 
@@ -33,6 +33,7 @@ class _Entry(NamedTuple):
 
 _COMMANDS: Final = {
     "decode": _Entry("bmoe.cli.decode", "decode", "Generate text from a prompt."),
+    "doctor": _Entry("bmoe.cli.doctor", "doctor", "Check this machine, and say what to do about it."),
     "synth": _Entry("bmoe.cli.synth", "synth_group", "Write a model to run or test on."),
     "verify": _Entry("bmoe.cli.verify", "verify", "Check that streaming gives exactly what llama.cpp gives."),
 }
@@ -83,11 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 asked wrongly, 128 + N ended by signal N.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    return run_command(_bmoe, "bmoe", argv)
+
+
+def run_command(command: click.Command, program: str, argv: Sequence[str] | None) -> int:
+    """Runs a command or a group of them with bmoe's error lines and exit codes; see `main`.
+
+    Args:
+        command: What is run. Its context's `obj` is the command line, as a list.
+        program: Its name, for help and errors.
+        argv: As for `main`.
+    """
     # numpy's BLAS would start a thread per CPU that spins while llama.cpp loads; nothing here uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(words)
+        code = _run(command, program, words)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wants. What is still buffered must not raise again at exit.
@@ -96,51 +108,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(words: list[str]) -> int:
+def _run(command: click.Command, program: str, words: list[str]) -> int:
     try:
         # Not click's own main(): that one ends the process on a broken pipe, before a run can end its log.
-        with _bmoe.make_context("bmoe", list(words), obj=words) as ctx:
-            result = _bmoe.invoke(ctx)
+        with command.make_context(program, list(words), obj=words) as ctx:
+            result = command.invoke(ctx)
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _click_error(error)
+        return _click_error(error, program)
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 (the last resort: nothing leaves here but an exit code)
-        return _error(error)
+        return _error(error, program)
     return result if isinstance(result, int) else 0
 
 
-def _error(error: Exception) -> int:
+def _error(error: Exception, program: str) -> int:
     from bmoe.io.errors import BmoeError  # noqa: PLC0415 (imports the I/O layer, which help does without)
 
     if isinstance(error, BmoeError):
-        _say(str(error))
+        _say(str(error), program)
         return error.exit_code
     if isinstance(error, MemoryError):
-        _say("out of memory")
+        _say("out of memory", program)
     elif isinstance(error, OSError) and error.strerror:
-        _say(": ".join(str(part) for part in (error.filename, error.strerror) if part))
+        _say(": ".join(str(part) for part in (error.filename, error.strerror) if part), program)
     else:
         traceback.print_exception(error)
-        _say("this is a bug in bmoe: please report it with the lines above")
+        _say("this is a bug in bmoe: please report it with the lines above", program)
     return 1
 
 
-def _click_error(error: click.ClickException) -> int:
+def _click_error(error: click.ClickException, program: str) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # of newer clicks; its message is the help text
         click.echo(error.format_message(), err=True)
         return error.exit_code
     ctx = getattr(error, "ctx", None)
     message = error.format_message().strip().rstrip(".")
-    _say(message[:1].lower() + message[1:] + (f" (see {ctx.command_path} --help)" if ctx else ""))
+    see = f" (see {ctx.command_path} --help)" if ctx else ""
+    _say(message[:1].lower() + message[1:] + see, program)
     return error.exit_code
 
 
-def _say(message: str) -> None:
+def _say(message: str, program: str) -> None:
     from bmoe.present import one_line  # noqa: PLC0415 (only a run that fails needs it)
 
-    sys.stderr.write(f"bmoe: error: {one_line(message)}\n")
+    sys.stderr.write(f"{program}: error: {one_line(message)}\n")

@@ -185,7 +185,7 @@ bool bm_announce(struct bm_engine *, int32_t tensor, const int32_t *experts, int
 void bm_ring(struct bm_engine *);
 bool bm_slice_ready(struct bm_engine *, int32_t slice);
 void bm_unpin(struct bm_engine *, int32_t slice);
-void bm_wait_ready(struct bm_engine *, uint32_t seen, uint64_t *since_ns, int32_t slice);
+void bm_wait_ready(struct bm_engine *, uint32_t seen, uint64_t *waited_ns, int32_t slice);
 void bm_ready_changed(struct bm_engine *);
 void bm_stop_now(struct bm_engine *, int why, int32_t slice);
 void bm_test_delay(struct bm_engine *);

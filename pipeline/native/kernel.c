@@ -154,7 +154,7 @@ static int lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor *
 /* --no-overlap: nothing is computed before the whole layer is there (or the loop has no slot left). */
 static void wait_whole_layer(struct bm_engine *e, struct bm_tensor *t) {
     struct bm_layer *layer = &e->layers[t->d.layer];
-    uint64_t since = 0;
+    uint64_t waited = 0;
     for (int32_t k = 0; k < layer->n_tensors; k++)
         for (int32_t u = 0; u < e->work.n_unique; u++) {
             int32_t slice = e->tensors[layer->order[k]].d.first_slice + e->work.expert[u];
@@ -163,7 +163,7 @@ static void wait_whole_layer(struct bm_engine *e, struct bm_tensor *t) {
                 if (bm_slice_ready(e, slice) || atomic_load(&e->starved) || atomic_load(&e->stop)) break;
                 /* Taken for a slice that was waited for; nobody reads it before its own matmul asks again. */
                 if ((atomic_load(&e->state[slice]) & BM_STATE_MASK) == BM_ABSENT) break;
-                bm_wait_ready(e, seen, &since, slice);
+                bm_wait_ready(e, seen, &waited, slice);
             }
         }
 }
@@ -304,7 +304,7 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
     struct bm_node *node = userdata;
     struct bm_engine *e = node->engine;
     struct bm_work *w = &e->work;
-    uint64_t t0 = ith == 0 ? bm_now_ns() : 0, since = 0;
+    uint64_t t0 = ith == 0 ? bm_now_ns() : 0, waited = 0;
     if (atomic_load(&e->stop)) return;
 
     unsigned char unclaimed = 0;
@@ -328,11 +328,11 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
         for (;;) {
             uint32_t seen = atomic_load(&e->ready_seq);
             if (atomic_load_explicit(&node->claim, memory_order_acquire) == 2 || atomic_load(&e->stop)) break;
-            since = 0; /* the announcer's watchdog knows the slice */
-            bm_wait_ready(e, seen, &since, -1);
+            waited = 0; /* the announcer's watchdog knows the slice */
+            bm_wait_ready(e, seen, &waited, -1);
         }
         if (atomic_load_explicit(&node->claim, memory_order_acquire) != 2) return;
-        since = 0;
+        waited = 0;
     } else {
         spin_until(&node->claim, 2);
     }
@@ -375,11 +375,11 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
         }
         if (waiting < 0 && !progress) break;
         if (progress) {
-            since = 0;
+            waited = 0;
             continue;
         }
         if (atomic_load(&e->stop)) break;
-        bm_wait_ready(e, seen, &since, waiting);
+        bm_wait_ready(e, seen, &waited, waiting);
     }
     if (ith == 0) {
         atomic_fetch_add_explicit(&e->counters.kernel_ns, bm_now_ns() - t0, memory_order_relaxed);

@@ -15,6 +15,8 @@
 
 #include "hook.h"
 
+enum { LONGEST_SLEEP_NS = 100 * 1000 * 1000 };
+
 uint64_t bm_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -142,19 +144,21 @@ void bm_unpin(struct bm_engine *e, int32_t slice) {
     if (before >> 2 == 1 && atomic_load(&e->starved)) bm_ring(e);
 }
 
-/* Sleeps until readiness changes from `seen`. `since_ns` carries the start of this thread's wait. */
-void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *since_ns, int32_t slice) {
+/* Sleeps until readiness changes from `seen`. `waited_ns` adds this thread's waits up since anything last
+ * became ready; a process that was stopped for an hour has not waited for an hour. */
+void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *waited_ns, int32_t slice) {
     uint64_t t0 = bm_now_ns();
-    if (*since_ns == 0) *since_ns = t0;
-    struct timespec limit = {0, 100 * 1000 * 1000};
+    struct timespec limit = {0, LONGEST_SLEEP_NS};
+    bm_test_delay(e);
     atomic_fetch_add(&e->waiters, 1);
     if (!atomic_load(&e->stop)) syscall(SYS_futex, &e->ready_seq, FUTEX_WAIT_PRIVATE, seen, &limit, NULL, 0);
     atomic_fetch_sub(&e->waiters, 1);
     uint64_t t1 = bm_now_ns();
     atomic_fetch_add_explicit(&e->counters.stall_ns, t1 - t0, memory_order_relaxed);
     atomic_fetch_add_explicit(&e->counters.waits, 1, memory_order_relaxed);
-    if (atomic_load(&e->ready_seq) != seen) *since_ns = t1; /* something else arrived: slow, not stuck */
-    if (t1 - *since_ns > e->watchdog_ns) bm_stop_now(e, BM_STOP_STALL, slice);
+    uint64_t counted = t1 - t0 < 2 * LONGEST_SLEEP_NS ? t1 - t0 : 2 * LONGEST_SLEEP_NS;
+    *waited_ns = atomic_load(&e->ready_seq) != seen ? 0 : *waited_ns + counted; /* slow is not stuck */
+    if (*waited_ns > e->watchdog_ns) bm_stop_now(e, BM_STOP_STALL, slice);
 }
 
 /* --- loop ----------------------------------------------------------------------------------------- */
@@ -163,6 +167,7 @@ void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *since_ns, int32
  * after the look rings again. */
 BM_API int32_t bm_take(struct bm_engine *e, int32_t *out, int32_t cap) {
     atomic_store(&e->rung, 0);
+    bm_test_delay(e);
     uint32_t head = atomic_load_explicit(&e->ring_head, memory_order_relaxed);
     uint32_t tail = atomic_load(&e->ring_tail);
     int32_t n = 0;
@@ -268,6 +273,7 @@ BM_API int32_t bm_sweep(struct bm_engine *e, int32_t first, int32_t last, int32_
 
 /* While set, every unpin and announcement rings the loop. Set it, then look once more, then sleep. */
 BM_API void bm_set_starved(struct bm_engine *e, int on) {
+    bm_test_delay(e);
     atomic_store(&e->starved, on);
     if (on) bm_ready_changed(e); /* a serial announcer waits for "all read or starved" */
 }

@@ -39,7 +39,7 @@ class Burners:
     def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
-            assert thread.ident is not None  # noqa: S101 (started)
+            assert thread.ident is not None
             self._clocks.append(time.pthread_getcpuclockid(thread.ident))
         return self
 

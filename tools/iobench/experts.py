@@ -79,7 +79,7 @@ def read_layout(path: str) -> ExpertLayout | None:
     """
     if not _is_gguf(path):
         return None
-    from bmoe.synth.reader import read_model  # noqa: PLC0415 (numpy and gguf, only for a model)
+    from bmoe.synth.reader import read_model
 
     models = [read_model(shard) for shard in _shards(path)]
     found: dict[int, dict[int, tuple[int, list[Slice]]]] = {}
@@ -119,7 +119,7 @@ def read_layout(path: str) -> ExpertLayout | None:
 
 
 def _read_bytes(slice_: Slice, blocks: Sequence[int] | None) -> int:
-    from bmoe.tools.iobench.lanes import window  # noqa: PLC0415 (lanes needs this module for its types)
+    from bmoe.tools.iobench.lanes import window
 
     return slice_[2] if blocks is None else window(slice_, blocks)[2]
 
@@ -133,7 +133,7 @@ def _top_k(model: SourceModel) -> int | None:
 def _is_gguf(path: str) -> bool:
     try:
         with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return bool(file.read(len(_MAGIC)) == _MAGIC)
     except OSError as error:
         raise FileError("cannot be read", path=path, got=error.strerror) from error
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import resource
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Final, Literal
 
 from bmoe.io import ReadQueue, SlotMemory, open_backend
-from bmoe.io.anonymous_memory import HUGE_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BackendName = Literal["uring", "threads"]
 
-_SLOT_ALIGN_BYTES: Final = 4096
+_CHUNK_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +97,22 @@ async def measure(
         BackendError: The backend does not work here.
         MemoryBudgetError: No memory for the lanes' buffers.
     """
-    slot_bytes = -(-walk.max_window_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
     reader = open_backend(backend, lanes)
     queue = ReadQueue(reader, max(file.block_bytes for file in files), lanes)
-    with SlotMemory(slot_bytes, lanes, chunk_bytes=max(slot_bytes, 32 * HUGE_PAGE_BYTES)) as memory:
+    with SlotMemory(slot_bytes(walk.max_window_bytes, files), lanes, _CHUNK_BYTES) as memory:
         try:
             file_ids = [queue.add_file(file) for file in files]
-            buffers = await _buffers(reader, memory, register=register)
-            run = _Run(files, file_ids, walk, queue, memory, buffers, burners, round(seconds * 1e9))
+            buffers = await open_buffers(reader, memory, register=register)
+            run = _Run(
+                files,
+                file_ids,
+                walk,
+                queue=queue,
+                memory=memory,
+                buffers=buffers,
+                burners=burners,
+                length_ns=round(seconds * 1e9),
+            )
             await run.run()
         finally:
             await queue.aclose()
@@ -123,7 +131,13 @@ async def measure(
     )
 
 
-async def _buffers(reader: ReadBackend, memory: SlotMemory, *, register: bool) -> list[int]:
+def slot_bytes(longest_bytes: int, files: Sequence[DirectFile]) -> int:
+    """The size of slots for windows of up to `longest_bytes`: whole pages and whole blocks."""
+    align = max(mmap.PAGESIZE, *(file.block_bytes for file in files))
+    return -(-longest_bytes // align) * align
+
+
+async def open_buffers(reader: ReadBackend, memory: SlotMemory, *, register: bool) -> list[int]:
     """The backend's buffer for each slot, all touched."""
     buffers: list[int] = []
     while (slots := await asyncio.to_thread(memory.populate_next_chunk)) is not None:
@@ -140,6 +154,7 @@ class _Run:
         files: Sequence[DirectFile],
         file_ids: Sequence[int],
         walk: Walk,
+        *,
         queue: ReadQueue,
         memory: SlotMemory,
         buffers: Sequence[int],

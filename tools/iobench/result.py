@@ -74,6 +74,7 @@ class Row:
         samples_mib_per_s: Of each repeat, in the order they were run.
         submission_us: Queueing to handing over, all samples together.
         completion_us: Handing over to the event loop's callback, likewise.
+        latency_ms: The mean of both together.
         cpu_user_us_per_mib: CPU time in user mode per MiB read, the median of the samples.
         cpu_system_us_per_mib: In the kernel, likewise.
         reads: In all samples.
@@ -91,6 +92,7 @@ class Row:
     samples_mib_per_s: list[float]
     submission_us: Latencies
     completion_us: Latencies
+    latency_ms: float
     cpu_user_us_per_mib: float
     cpu_system_us_per_mib: float
     reads: int
@@ -138,7 +140,7 @@ class Scatter:
         compute_load: Of both.
         pieces: Of the scattered one.
         ratio: Its bandwidth over the other's.
-        costs: It is more than 3 % slower, and the spreads do not overlap.
+        costs: It is more than 3 % slower; None if it is and yet the samples of both overlap.
     """
 
     backend: str
@@ -146,7 +148,7 @@ class Scatter:
     compute_load: int
     pieces: int
     ratio: float
-    costs: bool
+    costs: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +203,7 @@ class ReplayRow:
         read_mib: While decoding, aligned windows.
         gib_per_s: The median of the samples, decoding; None if nothing was read.
         samples_gib_per_s: Of each repeat.
-        token_ms: I/O time per token: sum over its layers, of all samples. `max` is the slowest token.
+        token_us: I/O time of a token: sum over its layers, of all samples. `max` is the slowest token.
         mean_token_ms: The mean; the median of the samples.
         tokens_per_s: From that mean: I/O alone; None if nothing was read.
         prefill_read_mib: Before decoding.
@@ -218,7 +220,7 @@ class ReplayRow:
     read_mib: float
     gib_per_s: float | None
     samples_gib_per_s: list[float]
-    token_ms: Latencies
+    token_us: Latencies
     mean_token_ms: float
     tokens_per_s: float | None
     prefill_read_mib: float

@@ -211,7 +211,7 @@ def _scatter(rows: Sequence[Row], found: Sequence[Knee]) -> list[Scatter]:
                 compute_load=load,
                 pieces=row.group.pieces,
                 ratio=round(ratio, 4),
-                costs=ratio < _NEAR_PEAK and apart,
+                costs=False if ratio >= _NEAR_PEAK else apart or None,
             )
         )
     return scattered
