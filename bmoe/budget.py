@@ -40,14 +40,13 @@ def kv_cache_bytes(layout: ModelLayout, context_tokens: int) -> int:
 
 
 def compute_bytes(layout: ModelLayout, ubatch_tokens: int) -> int:
-    """Estimate of llama.cpp's compute buffers and the hook's scratch for one graph."""
-    facts = layout.facts
-    width = facts.arch_int("embedding_length")
-    expert_width = max((t.ne1 for t in layout.tensors), default=0)
-    vocabulary = max(
-        (t.ne[1] for t in facts.tensors if t.name in {"token_embd.weight", "output.weight"}), default=0
-    )
-    per_token = 4 * (vocabulary + 12 * width + 4 * layout.top_k * max(width, expert_width))
+    """Estimate of what llama.cpp's compute buffers and the hook's scratch touch for the widest graph.
+
+    Reserved but never touched memory (logits of every row) costs nothing and is not counted.
+    """
+    width = layout.facts.arch_int("embedding_length")
+    expert_width = min((t.ne1 for t in layout.tensors), default=0)
+    per_token = 4 * (12 * width + 2 * layout.top_k * (width + expert_width))
     return ubatch_tokens * per_token
 
 

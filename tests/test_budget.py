@@ -51,7 +51,7 @@ def test_the_kv_cache_counts_keys_and_values_of_all_layers_in_f16() -> None:
 
 
 def test_compute_buffers_grow_with_the_batch() -> None:
-    assert compute_bytes(layout(), 512) == 512 * 4 * (259 + 12 * 256 + 4 * 4 * 256)
+    assert compute_bytes(layout(), 512) == 512 * 4 * (12 * 256 + 2 * 4 * (256 + 256))
 
 
 def test_automatic_size_is_what_is_left() -> None:

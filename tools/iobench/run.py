@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from bmoe.tools.iobench.lanes import Walk
     from bmoe.tools.iobench.measure import BackendName
+    from bmoe.tools.iobench.settings import Settings
 
     OnProgress = Callable[[int, int], None]  # done, total: milliseconds, or layers of a replay
 
