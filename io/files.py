@@ -229,7 +229,7 @@ def _probe(direct_fd: int, buffered_fd: int, size_bytes: int) -> tuple[int, int]
     told = _statx_dio_align(direct_fd)
     if told is not None and 0 in told:
         return "the kernel says that this file takes no direct reads"
-    candidates = _PROBE_BLOCKS_BYTES if told is None else (max(told),)
+    candidates = _untold_blocks(direct_fd) if told is None else (max(told),)
     largest_bytes = candidates[-1]
     if size_bytes < candidates[0]:
         return f"the file is smaller than a block of {candidates[0]} bytes"
@@ -254,6 +254,17 @@ def _probe(direct_fd: int, buffered_fd: int, size_bytes: int) -> tuple[int, int]
                     return "a direct and a buffered read of the same block differ"
             return block_bytes, block_bytes if told is None else told[0]
     return reason or f"the file is too small ({size_bytes} bytes) to find out its alignment"
+
+
+def _untold_blocks(fd: int) -> tuple[int, ...]:
+    """The block sizes to try where the kernel does not tell: none smaller than the file system's own.
+
+    btrfs (seen on Linux 6.18) refuses no direct read: what is not aligned to its sectors it answers
+    through the page cache, and success says nothing then.
+    """
+    own_bytes = os.fstatvfs(fd).f_frsize
+    least_bytes = own_bytes if own_bytes in _PROBE_BLOCKS_BYTES else BUFFERED_BLOCK_BYTES
+    return tuple(block_bytes for block_bytes in _PROBE_BLOCKS_BYTES if block_bytes >= least_bytes)
 
 
 def _statx_dio_align(fd: int) -> tuple[int, int] | None:

@@ -141,7 +141,20 @@ def _load() -> ctypes.PyDLL:
         "bm_ready": (c_int, (engine, POINTER(c_int32), c_int32)),
         "bm_abandon": (c_int32, (engine, c_int32)),
         "bm_evict": (c_int32, (engine, c_int32, c_int)),
-        "bm_evict_entry": (c_int32, (engine, c_int32, c_int32, c_uint32, POINTER(c_int32))),
+        "bm_evict_ranked": (
+            c_int32,
+            (
+                engine,
+                c_void_p,  # int32 entries
+                c_void_p,  # uint32 last use when ranked
+                c_int32,
+                c_int32,
+                c_int32,
+                c_int32,
+                POINTER(c_int32),
+                POINTER(c_int32),
+            ),
+        ),
         "bm_sweep": (c_int32, (engine, c_int32, c_int32, c_int32, c_int, POINTER(c_int32))),
         "bm_set_starved": (None, (engine, c_int)),
         "bm_stop": (None, (engine, c_int)),

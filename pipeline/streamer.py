@@ -9,9 +9,7 @@ batches, so that the next miss only has to try candidates that are already ranke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -71,6 +69,26 @@ class StreamerStatistics:
     slots_used: int
     slots_ready: int
     slots_total: int
+
+
+class _Ranking:
+    """Entries to give up, the first to go first, as native code takes them."""
+
+    __slots__ = ("entries", "next", "size", "used")
+
+    def __init__(self, chosen: NDArray[np.int32], used: NDArray[np.uint32]) -> None:
+        self.size = len(chosen)
+        self.next = 0
+        self.entries = (ctypes.c_int32 * max(1, self.size)).from_buffer_copy(_bytes_or_one(chosen))
+        self.used = (ctypes.c_uint32 * max(1, self.size)).from_buffer_copy(_bytes_or_one(used))
+
+    @property
+    def left(self) -> int:
+        return self.size - self.next
+
+
+def _bytes_or_one(values: NDArray[np.int32] | NDArray[np.uint32]) -> bytes:
+    return values.tobytes() or bytes(4)
 
 
 class Streamer:
@@ -142,8 +160,8 @@ class Streamer:
         for c in range(len(plan.classes)):
             layers = {t.layer for i, t in enumerate(tensors) if plan.class_of_tensor[i] == c}
             self._of_class.append(np.isin(layer_of, list(layers)))
-        self._layer_expert = [(la, e) for la, n in enumerate(engine.layer_experts) for e in range(n)]
-        self._victims: list[deque[tuple[int, int]]] = [deque() for _ in plan.classes]
+        nobody = np.empty(0, dtype=np.int32)
+        self._rankings = [_Ranking(nobody, engine.last_use[nobody]) for _ in plan.classes]
         self._low_water = 16
 
         self._pending: deque[int] = deque()
@@ -151,7 +169,7 @@ class Streamer:
         self._taken = (ctypes.c_int32 * _LONGEST_RUN)()
         self._run_slices = (ctypes.c_int32 * _LONGEST_RUN)()
         self._run_slots = (ctypes.c_int32 * _LONGEST_RUN)()
-        self._freed = (ctypes.c_int32 * max(4, plan.total_slots))()
+        self._consumed, self._freed = ctypes.c_int32(), (ctypes.c_int32 * max(4, plan.total_slots))()
         self._done = (ctypes.c_int32 * _LONGEST_RUN)()
         self._was_resident = bytearray(engine.slices)
         self._error: ReadError | None = None
@@ -236,10 +254,11 @@ class Streamer:
 
     def _on_doorbell(self) -> None:
         t0 = time.monotonic_ns()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event_fd)
-        taken: list[int] = []
-        while (n := lib.bm_take(self._handle, self._taken, len(self._taken))) > 0:
+        room = len(self._taken)
+        n = lib.bm_take(self._handle, self._taken, room)
+        taken = self._taken[:n]
+        while n == room:
+            n = lib.bm_take(self._handle, self._taken, room)
             taken += self._taken[:n]
         self._pending.extend(taken)
         if self._pending:
@@ -255,26 +274,19 @@ class Streamer:
         One matmul's slices at a time: the first one's reads are out before anything is prepared for the
         next.
         """
-        pending, started = self._pending, 0
+        pending, tensor_of, started = self._pending, self._tensor, 0
         while pending:
-            tensor = self._tensor[pending[0]]
-            free = self._free[self._plan.class_of_tensor[tensor]]
-            if not free and not self._make_room(self._plan.class_of_tensor[tensor]):
-                if (
-                    self._growing[self._plan.class_of_tensor[tensor]] is not None
-                    or not self._pull_forward_demand()
-                ):
+            tensor = tensor_of[pending[0]]
+            c = self._plan.class_of_tensor[tensor]
+            n = self._free_slots(c, self._run_length())
+            if n == 0:
+                if self._growing[c] is not None or not self._pull_forward_demand():
                     break
                 continue
-            run: list[int] = []
-            while pending and len(run) < _LONGEST_RUN and self._tensor[pending[0]] == tensor:
-                if len(free) == len(run) and not self._make_room(self._plan.class_of_tensor[tensor]):
-                    break
-                run.append(pending.popleft())
-            self._start_reads(run, tensor)
+            self._start_reads([pending.popleft() for _ in range(n)], tensor)
             if announced_ns and not started:
                 self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
-            started += len(run)
+            started += n
         if started:
             self._after_reads()
         if pending and not self._starved:
@@ -282,6 +294,16 @@ class Streamer:
         elif not pending and self._starved:
             self._starved = False
             lib.bm_set_starved(self._handle, 0)
+
+    def _run_length(self) -> int:
+        """How many of the oldest requests are for one and the same matmul."""
+        tensor_of, n = self._tensor, 0
+        first = tensor_of[self._pending[0]]
+        for slice_id in self._pending:
+            if tensor_of[slice_id] != first or n == _LONGEST_RUN:
+                break
+            n += 1
+        return n
 
     def _start_reads(self, run: list[int], tensor: int) -> None:
         """Reads these slices of one tensor into free slots, of which there are enough."""
@@ -312,7 +334,7 @@ class Streamer:
             # One chunk ahead: the next is ready before this one is used up.
             if self._growing[c] is None and len(self._free[c]) < memory.chunk_slots // 2:
                 self._grow_soon(c)
-        if not self._ranking and any(len(v) < self._low_water for v in self._victims):
+        if not self._ranking and any(r.left < self._low_water for r in self._rankings):
             self._ranking = True
             assert self._loop is not None
             self._loop.call_soon(self._guarded, self._rank_all)
@@ -337,25 +359,43 @@ class Streamer:
 
     # --- slots ------------------------------------------------------------------------------------
 
-    def _make_room(self, c: int) -> bool:
-        """One more free slot of class `c`: a ranked victim's, or any idle one; while memory grows, wait."""
+    def _free_slots(self, c: int, want: int) -> int:
+        """How many of `want` slots of class `c` are free, room made as needed and possible.
+
+        Ranked victims go first, then anything idle. While memory grows, nothing is given up: there will be
+        slots in a moment.
+        """
+        free = self._free[c]
+        if len(free) >= want:
+            return want
         if self._growing[c] is not None or self._grow_soon(c):
-            return False
-        if self._starved:
-            return self._sweep(c, force=False)
-        have = len(self._free[c])
-        for _ in range(2):
-            victims = self._victims[c]
-            while victims:
-                entry, used = victims.popleft()
-                layer, expert = self._layer_expert[entry]
-                n = lib.bm_evict_entry(self._handle, layer, expert, used, self._freed)
-                if n:
-                    self._release(n)
-                    if len(self._free[c]) > have:
-                        return True
-            self._rank(c)
-        return self._sweep(c, force=False)
+            return len(free)
+        if not self._starved:
+            self._evict_ranked(c, want - len(free))
+            if len(free) < want:
+                self._rank(c)
+                self._evict_ranked(c, want - len(free))
+        if not free:
+            self._sweep(c, force=False)
+        return min(want, len(free))
+
+    def _evict_ranked(self, c: int, want: int) -> None:
+        ranking, k = self._rankings[c], self._plan.classes[c]
+        if ranking.left == 0:
+            return
+        n = lib.bm_evict_ranked(
+            self._handle,
+            ctypes.byref(ranking.entries, 4 * ranking.next),
+            ctypes.byref(ranking.used, 4 * ranking.next),
+            ranking.left,
+            k.first_slot,
+            k.first_slot + k.slots,
+            want,
+            self._freed,
+            self._consumed,
+        )
+        ranking.next += self._consumed.value
+        self._release(n)
 
     def _sweep(self, c: int, *, force: bool) -> bool:
         k = self._plan.classes[c]
@@ -375,14 +415,14 @@ class Streamer:
         candidates = np.flatnonzero((engine.present > 0) & self._of_class[c]).astype(np.int32)
         count = min(len(candidates), max(4 * self._low_water, len(candidates) // 16))
         chosen = self._policy.victims(candidates, count, lib.bm_current_layer(self._handle))
-        self._victims[c] = deque(zip(chosen.tolist(), engine.last_use[chosen].tolist(), strict=True))
+        self._rankings[c] = _Ranking(chosen, engine.last_use[chosen])
 
     def _rank_all(self) -> None:
         t0 = time.monotonic_ns()
         self._ranking = False
         for c in range(len(self._plan.classes)):
             full = self._memories[c].populated_slots == self._plan.classes[c].slots
-            if full and len(self._victims[c]) < self._low_water:
+            if full and self._rankings[c].left < self._low_water:
                 self._rank(c)
         self._loop_ns += time.monotonic_ns() - t0
 

@@ -117,8 +117,21 @@ class Native:
         return slot
 
     def evict_entry(self, layer: int, expert: int, not_after: int) -> list[int]:
-        out = (ctypes.c_int32 * 4)()
-        return list(out[: lib.bm_evict_entry(self.handle, layer, expert, not_after, out)])
+        out, gone_through = (ctypes.c_int32 * 4)(), ctypes.c_int32()
+        entry, used = int32s([self.engine.first_entry[layer] + expert]), ctypes.c_uint32(not_after)
+        n = lib.bm_evict_ranked(
+            self.handle,
+            entry,
+            ctypes.byref(used),
+            1,
+            0,
+            self.engine.slots,
+            1,
+            out,
+            ctypes.byref(gone_through),
+        )
+        assert gone_through.value == 1
+        return list(out[:n])
 
     def sweep(self, slots: range, most: int, *, force: bool) -> list[int]:
         out = (ctypes.c_int32 * most)()

@@ -75,8 +75,10 @@ def test_both_policies_are_identical(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["Q4_K_M", "F16"])
-@pytest.mark.parametrize("ubatch", [1, 7, 64, 512])
+@pytest.mark.parametrize(
+    ("ubatch", "quant"),
+    [(1, "Q4_K_M"), (7, "Q4_K_M"), (64, "Q4_K_M"), (512, "Q4_K_M"), (64, "F16"), (512, "F16")],
+)
 def test_a_prompt_of_600_tokens_is_identical_at_every_batch_width(ubatch: int, quant: str) -> None:
     """With 600 tokens, 16 experts and top-4, experts of a batch of 64 have 5 to 30 rows; of 512, over 100."""
     wanted = config(tiny_moe(quant), threads=2, ubatch_tokens=ubatch, context_tokens=640)

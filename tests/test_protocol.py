@@ -440,14 +440,14 @@ def delayed(seed: int) -> Callable[[Session], None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", HOSTILE)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads", [1, 2, 4])
 def test_delays_at_every_step_change_no_digest(
     threads: int, overlap: bool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer, so that what a layer evicts is often its own; fewer slots than top-k, and around it."""
     monkeypatch.setitem(policies.POLICIES, "hostile", make_policy(policy))
     path = tiny_moe("Q4_K", layers=1)
-    for seed, slots in enumerate((1, 3, 7, 8, 11, 14), start=1):
+    for seed, slots in enumerate((1, 3, 8, 11), start=1):
         wanted = config(
             path,
             threads=threads,
@@ -456,7 +456,7 @@ def test_delays_at_every_step_change_no_digest(
             policy="hostile",
             cache_bytes=cache_of_slots(path, slots),
         )
-        assert_same_as_resident(wanted, PROMPT[:24], 4, prepare=delayed(seed * 7919))
+        assert_same_as_resident(wanted, PROMPT[:15], 4, prepare=delayed(seed * 7919))
 
 
 @pytest.mark.parametrize("slots", [6, 7, 8])
@@ -487,7 +487,7 @@ def test_a_busy_python_thread_changes_no_digest(slots: int, monkeypatch: pytest.
     busy.start()
     try:
         wanted = config(path, threads=2, policy="hostile", cache_bytes=size)
-        assert_same_as_resident(wanted, PROMPT, 6, prepare=delayed(slots))
+        assert_same_as_resident(wanted, PROMPT[:20], 3, prepare=delayed(slots))
     finally:
         enough.set()
         busy.join()

@@ -157,7 +157,7 @@ BM_API void bm_engine_free(struct bm_engine *e) {
         }
     void *all[] = {e->tensors, e->layers,   e->slice_tensor, e->state,     (void *)e->want_epoch, e->data, e->slot,
                    e->present, e->last_use, e->frequency,    e->ring,      e->segments,           e->nodes, e->weights,
-                   e->slot_slice, e->phase, e->slot_address};
+                   e->slot_slice, e->entry_layer, e->phase, e->slot_address};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(e);
 }
@@ -181,6 +181,7 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
     size_t ns = (size_t)n_slices, ne = (size_t)n_entries;
     e->tensors = calloc((size_t)n_tensors, sizeof *e->tensors);
     e->layers = calloc((size_t)n_layers, sizeof *e->layers);
+    e->entry_layer = calloc(ne, sizeof *e->entry_layer);
     e->slice_tensor = calloc(ns, sizeof *e->slice_tensor);
     e->state = calloc(ns, sizeof *e->state);
     e->want_epoch = calloc(ns, sizeof *e->want_epoch);
@@ -195,8 +196,9 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
     e->ring = malloc(e->ring_cap * sizeof *e->ring);
     e->nodes = calloc((size_t)n_tensors, sizeof *e->nodes);
     e->weights = calloc(e->weights_cap, sizeof *e->weights);
-    if (!e->tensors || !e->layers || !e->slice_tensor || !e->state || !e->want_epoch || !e->data || !e->slot ||
-        !e->phase || !e->slot_address || !e->slot_slice || !e->present || !e->last_use || !e->frequency || !e->ring || !e->nodes || !e->weights) {
+    if (!e->tensors || !e->layers || !e->entry_layer || !e->slice_tensor || !e->state || !e->want_epoch || !e->data ||
+        !e->slot || !e->phase || !e->slot_address || !e->slot_slice || !e->present || !e->last_use || !e->frequency ||
+        !e->ring || !e->nodes || !e->weights) {
         bm_engine_free(e);
         return NULL;
     }
@@ -214,7 +216,10 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
         l->experts = t->d.experts, l->first_entry = t->d.first_entry;
         l->order[t->d.rank] = i;
         l->n_tensors++;
-        for (int32_t x = 0; x < t->d.experts; x++) e->slice_tensor[t->d.first_slice + x] = i;
+        for (int32_t x = 0; x < t->d.experts; x++) {
+            e->slice_tensor[t->d.first_slice + x] = i;
+            e->entry_layer[t->d.first_entry + x] = t->d.layer;
+        }
     }
     return e;
 }
@@ -316,27 +321,29 @@ static void learn_order(struct bm_engine *e, int32_t tensor) {
     t->rank_known = 1;
 }
 
-static void swap_op(struct bm_engine *e, struct gg_tensor *t) {
+/* Whether the node's weight is streamed; if so, it now runs our kernel. */
+static bool swap_op(struct bm_engine *e, struct gg_tensor *t) {
     int32_t index = streamed(e, t->src[0]);
-    if (index < 0) return;
+    if (index < 0) return false;
     const struct gg_tensor *act = t->src[1], *ids = t->src[2];
     learn_order(e, index);
     struct bm_node *n = e->nodes[index], **link = &e->nodes[index];
     while (n && n->armed) link = &n->next, n = n->next;
     if (!n) {
         n = calloc(1, sizeof *n);
-        if (!n) return; /* the stock op reads through the mapping: slow, right */
+        if (!n) return true; /* the stock op reads through the mapping: slow, right */
         n->engine = e, n->tensor = index;
         *link = n;
     }
     size_t row = gg.row_size(e->tensors[index].traits->vec_dot_type, act->ne[0]);
-    if (bm_work_reserve(e, ids->ne[0], ids->ne[1], act->ne[1] * act->ne[2], row, e->tensors[index].d.experts)) return;
+    if (bm_work_reserve(e, ids->ne[0], ids->ne[1], act->ne[1] * act->ne[2], row, e->tensors[index].d.experts)) return true;
     memcpy(n->op_params, t->op_params, sizeof n->op_params);
     n->armed = true;
     atomic_store(&n->claim, 0);
     struct gg_custom_params p = {bm_kernel, GG_N_TASKS_MAX, n};
     memcpy(t->op_params, &p, sizeof p);
     t->op = op_custom;
+    return true;
 }
 
 /* llama.cpp's eval callback: changes nodes in the ask pass, never asks for data, so never cuts a graph. */
@@ -354,8 +361,7 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
         }
     }
     uintptr_t span = e->map_high - e->map_low;
-    bool ours = t->op == op_mul_mat_id;
-    if (ours) swap_op(e, t);
+    bool ours = t->op == op_mul_mat_id && swap_op(e, t);
     if ((uintptr_t)t->data - e->map_low < span) rebind(e, t);
     for (int i = ours ? 1 : 0; i < GG_MAX_SRC && t->src[i]; i++)
         if ((uintptr_t)t->src[i]->data - e->map_low < span) rebind(e, t->src[i]);

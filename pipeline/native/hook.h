@@ -131,6 +131,7 @@ struct bm_engine {
     struct bm_tensor *tensors;
     struct bm_layer *layers;
     int32_t *slice_tensor; /* [n_slices] */
+    int32_t *entry_layer;  /* [n_entries] */
 
     _Atomic uint32_t *state;      /* [n_slices] */
     _Atomic uint32_t *want_epoch; /* [n_slices] announcement that last asked for it, 0 none */

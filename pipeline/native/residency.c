@@ -163,9 +163,12 @@ void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *waited_ns, int3
 
 /* --- loop ----------------------------------------------------------------------------------------- */
 
-/* Takes up to `cap` posted slices, oldest first. Clears the doorbell before looking, so that a post
- * after the look rings again. */
+/* Takes up to `cap` posted slices, oldest first. Clears the doorbell (a non-blocking eventfd) before looking,
+ * so that a post after the look rings again. */
 BM_API int32_t bm_take(struct bm_engine *e, int32_t *out, int32_t cap) {
+    uint64_t rings;
+    while (read(e->event_fd, &rings, sizeof rings) < 0 && errno == EINTR) {
+    }
     atomic_store(&e->rung, 0);
     bm_test_delay(e);
     uint32_t head = atomic_load_explicit(&e->ring_head, memory_order_relaxed);
@@ -247,17 +250,25 @@ BM_API int32_t bm_evict(struct bm_engine *e, int32_t slice, int force) {
     return slot;
 }
 
-/* Evicts the slices of an entry. Skips it (0) when it was used after `not_after` on the batch clock: the
- * choice is then stale. Writes the freed slots (at most 4) and returns how many. */
-BM_API int32_t bm_evict_entry(struct bm_engine *e, int32_t layer, int32_t expert, uint32_t not_after, int32_t *out) {
-    struct bm_layer *l = &e->layers[layer];
-    if (e->last_use[l->first_entry + expert] > not_after) return 0;
-    int32_t n = 0;
-    for (int32_t k = 0; k < l->n_tensors; k++) {
-        int32_t slice = e->tensors[l->order[k]].d.first_slice + expert;
-        int32_t slot = e->slot[slice] < 0 ? -1 : bm_evict(e, slice, 0);
-        if (slot >= 0) out[n++] = slot;
+/* Evicts ranked entries, first to go first, until `want` slots in [first, last) are free or the ranking ends.
+ * Skips those used after they were ranked (`used` is the batch clock of their last use then). Writes all freed
+ * slots, also those outside the range (at most 4 an entry), and how many entries it went through. */
+BM_API int32_t bm_evict_ranked(struct bm_engine *e, const int32_t *entries, const uint32_t *used, int32_t n_entries,
+                               int32_t first, int32_t last, int32_t want, int32_t *out, int32_t *consumed) {
+    int32_t n = 0, got = 0, i = 0;
+    for (; i < n_entries && got < want; i++) {
+        int32_t entry = entries[i];
+        if (e->last_use[entry] > used[i]) continue;
+        struct bm_layer *l = &e->layers[e->entry_layer[entry]];
+        for (int32_t k = 0; k < l->n_tensors; k++) {
+            int32_t slice = e->tensors[l->order[k]].d.first_slice + entry - l->first_entry;
+            int32_t slot = e->slot[slice] < 0 ? -1 : bm_evict(e, slice, 0);
+            if (slot < 0) continue;
+            out[n++] = slot;
+            got += slot >= first && slot < last;
+        }
     }
+    *consumed = i;
     return n;
 }
 
