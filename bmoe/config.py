@@ -47,6 +47,7 @@ class SessionConfig:
         repack: Resident only: llama.cpp's repacked weights (its default). Streaming never repacks.
         watchdog_s: A wait for one slice that lasts longer ends the run.
         half_life_tokens: Ageing of the aged-frequency policy.
+        n_expert_used: Experts per token instead of the file's number; another number changes the output.
     """
 
     model_path: str
@@ -64,6 +65,7 @@ class SessionConfig:
     repack: bool = True
     watchdog_s: float = 30.0
     half_life_tokens: float = 16.0
+    n_expert_used: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -71,6 +73,7 @@ class SessionConfig:
             ("context_tokens", self.context_tokens, 1, 1 << 24),
             ("ubatch_tokens", self.ubatch_tokens, 1, 1 << 16),
             ("queue_depth", self.queue_depth, 1, 4096),
+            ("n_expert_used", self.n_expert_used, 1, 1 << 16),
         ):
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} is {value}, expected {low} to {high}")

@@ -1,94 +1,30 @@
-"""Facts of a GGUF model, read through ggml's own C API: nothing is parsed here, no weight is read.
+"""Facts of a GGUF model: one file, or all shards of a split set, checked before llama.cpp sees them.
 
-It owns the reading of headers and of split sets. It must not know streaming: which tensors are experts
-is `model.py`'s business.
+It owns split sets and the facts that the rest of bmoe uses; the bytes are gguf_header.py's, llama.cpp's
+demands gguf_rules.py's. It must not know streaming (which tensors are experts is `model.py`'s business),
+and needs no llama.cpp.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from bmoe.gguf_header import MAGIC, GgufHeader, read_header
+from bmoe.gguf_rules import check_rules
 from bmoe.io.errors import FileError, FormatError, UsageError
-from bmoe.llama_library import ggml_base, log_lines
 
-_SHARD = re.compile(r"^(?P<prefix>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "u8",
-    1: "i8",
-    2: "u16",
-    3: "i16",
-    4: "u32",
-    5: "i32",
-    6: "f32",
-    7: "bool",
-    10: "u64",
-    11: "i64",
-    12: "f64",
-}
-_MAX_DIMS = 4
+if TYPE_CHECKING:
+    from bmoe.gguf_values import Plain
 
-
-class _GgufInit(ctypes.Structure):
-    _fields_ = (("no_alloc", c_bool), ("ctx", POINTER(c_void_p)))
-
-
-class _TensorHead(ctypes.Structure):
-    """The start of `ggml_tensor`, as far as its shape; checked by the hook's layout check."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("buffer", c_void_p),
-        ("ne", c_int64 * _MAX_DIMS),
-        ("nb", c_size_t * _MAX_DIMS),
-    )
-
-
-def _bind() -> Any:
-    lib = ggml_base()
-    for name, result, arguments in (
-        ("gguf_init_from_file", c_void_p, (c_char_p, _GgufInit)),
-        ("gguf_free", None, (c_void_p,)),
-        ("ggml_free", None, (c_void_p,)),
-        ("gguf_get_data_offset", c_size_t, (c_void_p,)),
-        ("gguf_get_n_kv", c_int64, (c_void_p,)),
-        ("gguf_get_key", c_char_p, (c_void_p, c_int64)),
-        ("gguf_get_kv_type", c_int, (c_void_p, c_int64)),
-        ("gguf_get_val_str", c_char_p, (c_void_p, c_int64)),
-        ("gguf_get_arr_n", c_size_t, (c_void_p, c_int64)),
-        ("gguf_get_n_tensors", c_int64, (c_void_p,)),
-        ("gguf_get_tensor_name", c_char_p, (c_void_p, c_int64)),
-        ("gguf_get_tensor_offset", c_size_t, (c_void_p, c_int64)),
-        ("gguf_get_tensor_size", c_size_t, (c_void_p, c_int64)),
-        ("ggml_get_tensor", POINTER(_TensorHead), (c_void_p, c_char_p)),
-        ("ggml_type_name", c_char_p, (c_int,)),
-    ):
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
-    scalar: dict[str, Any] = {
-        "u8": ctypes.c_uint8,
-        "i8": ctypes.c_int8,
-        "u16": ctypes.c_uint16,
-        "i16": ctypes.c_int16,
-        "u32": ctypes.c_uint32,
-        "i32": c_int32,
-        "f32": c_float,
-        "bool": c_bool,
-        "u64": ctypes.c_uint64,
-        "i64": c_int64,
-        "f64": ctypes.c_double,
-    }
-    for kind, result in scalar.items():
-        function = getattr(lib, f"gguf_get_val_{kind}")
-        function.restype = result
-        function.argtypes = (c_void_p, c_int64)
-    return lib
+_SHARD: Final = re.compile(
+    r"^(?P<prefix>.*)-(?P<index>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf$", re.DOTALL | re.ASCII
+)
+_SPLIT_NUMBER, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+MAX_SHARDS: Final = 256
+"""As many files as the native side has room for (BM_MAX_FILES)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +48,13 @@ class TensorFacts:
 class GgufFacts:
     """A model's header: one file, or all shards of a split set.
 
-    `metadata` holds scalars and strings of the first shard; arrays appear as `None`.
+    `metadata` holds the first shard's values: numbers, flags, strings, short arrays of integers or flags
+    as tuples; other arrays appear as `None`.
     """
 
     paths: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
-    metadata: dict[str, int | float | bool | str | None]
+    metadata: dict[str, Plain]
     tensors: tuple[TensorFacts, ...]
 
     @property
@@ -127,15 +64,18 @@ class GgufFacts:
         return value if isinstance(value, str) else ""
 
     def arch_int(self, key: str, default: int = 0) -> int:
-        """`<architecture>.<key>` when it is an integer."""
+        """`<architecture>.<key>` when it is an integer, the largest when it is one per layer."""
         value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, tuple):
+            return max(value, default=default)
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
-
-class _Shard(NamedTuple):
-    path: str
-    number: int
-    size_bytes: int
+    def arch_ints(self, key: str, layers: int, default: int = 0) -> tuple[int, ...]:
+        """`<architecture>.<key>` for each of `layers` layers; a single value holds for all."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, tuple) and len(value) >= layers:
+            return value[:layers]
+        return (self.arch_int(key, default),) * layers
 
 
 def shard_paths(path: str) -> tuple[str, ...]:
@@ -149,6 +89,11 @@ def shard_paths(path: str) -> tuple[str, ...]:
     if match is None or int(match["count"]) <= 1:
         return (path,)
     count = int(match["count"])
+    if count > MAX_SHARDS:
+        raise UsageError(
+            f"{path} is one of {count} shards; at most {MAX_SHARDS} can be streamed",
+            hint="merge them with llama-gguf-split --merge",
+        )
     paths = tuple(f"{match['prefix']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
     if int(match["index"]) != 1:
         raise UsageError(
@@ -165,89 +110,118 @@ def read_gguf(path: str) -> GgufFacts:
 
     Raises:
         FileError: A file cannot be opened or a shard is missing.
-        FormatError: A file is not a GGUF that ggml accepts, or a tensor lies outside it.
+        FormatError: A file is not a GGUF that llama.cpp accepts, or shards do not belong together.
         UsageError: A shard other than the first was given.
     """
+    headers = _headers(path)
+    facts = GgufFacts(
+        paths=tuple(header.path for header in headers),
+        sizes_bytes=tuple(header.size_bytes for header in headers),
+        metadata={key: value.plain() for key, value in headers[0].metadata.items()},
+        tensors=tuple(fact for number, header in enumerate(headers) for fact in _tensors(header, number)),
+    )
+    check_rules(facts)
+    return facts
+
+
+def _headers(path: str) -> list[GgufHeader]:
+    """The header of every file of the model, which belong together.
+
+    llama.cpp goes by what the first header says, users by names: both have to agree.
+    """
     paths = shard_paths(path)
-    lib = _bind()
-    tensors: list[TensorFacts] = []
-    metadata: dict[str, int | float | bool | str | None] = {}
-    sizes: list[int] = []
-    for number, shard in enumerate(paths):
-        size = _check_file(shard)
-        sizes.append(size)
-        context = c_void_p()
-        with log_lines() as lines:
-            handle = lib.gguf_init_from_file(os.fsencode(shard), _GgufInit(True, ctypes.pointer(context)))
-        if not handle:
-            why = "; ".join(line for line in lines if line) or "ggml gives no reason"
-            raise FormatError(f"not a GGUF file that llama.cpp can read: {why}", path=shard)
-        try:
-            if number == 0:
-                metadata = _metadata(lib, handle)
-            tensors.extend(_tensors(lib, handle, context, _Shard(shard, number, size)))
-        finally:
-            lib.gguf_free(handle)
-            lib.ggml_free(context)
-    return GgufFacts(paths=paths, sizes_bytes=tuple(sizes), metadata=metadata, tensors=tuple(tensors))
+    first = read_header(paths[0])
+    count = _split_value(first, _SPLIT_COUNT) or 1
+    if count > 1 and len(paths) == 1:
+        raise FormatError(
+            f"is one of {count} shards, but is not named like one",
+            path=path,
+            expected=f"a name that ends in -00001-of-{count:05d}.gguf",
+            hint=_joined_hint(first) or "give all shards their names back",
+        )
+    if len(paths) > 1 and count != len(paths):
+        raise FormatError(
+            "its name and its header disagree about the number of shards",
+            path=paths[0],
+            field=_SPLIT_COUNT,
+            expected=len(paths),
+            got=count,
+        )
+    headers = [first, *(read_header(shard) for shard in paths[1:])]
+    if len(headers) > 1:
+        _check_set(headers)
+    return headers
 
 
-def _check_file(path: str) -> int:
-    """Size of a regular file that starts with GGUF's magic."""
-    from bmoe.io.files import DirectFile  # noqa: PLC0415 (keeps this module light for `inspect`)
-
-    with DirectFile.open(path, direct=False) as file:
-        magic = os.pread(file.fd, 4, 0)
-        if magic != b"GGUF":
+def _check_set(headers: list[GgufHeader]) -> None:
+    """Refuses shards that are not the parts of one model, each in its place."""
+    owners: dict[str, str] = {}
+    for number, header in enumerate(headers):
+        if (hint := _joined_hint(header)) is not None:
+            raise FormatError("holds more than one shard", path=header.path, hint=hint)
+        for key, expected in ((_SPLIT_NUMBER, number), (_SPLIT_COUNT, len(headers))):
+            got = _split_value(header, key)
+            if got != expected:
+                raise FormatError(
+                    f"is not shard {number + 1} of this model",
+                    path=header.path,
+                    field=key,
+                    expected=expected,
+                    got=got,
+                )
+        if header.architecture not in {None, headers[0].architecture}:
             raise FormatError(
-                "not a GGUF file", path=path, offset_bytes=0, field="magic", expected=b"GGUF", got=magic
+                "is a shard of another model",
+                path=header.path,
+                expected=headers[0].architecture,
+                got=header.architecture,
             )
-        return file.size_bytes
+        for tensor in header.tensors:
+            if (owner := owners.setdefault(tensor.name, header.path)) != header.path:
+                raise FormatError(
+                    f"is a shard of another model: {owner} has the tensor too",
+                    path=header.path,
+                    field=tensor.name,
+                )
+    total = _split_value(headers[0], _SPLIT_TENSORS)
+    if total != len(owners):
+        raise FormatError(
+            "the shards do not make one model",
+            path=headers[0].path,
+            field=_SPLIT_TENSORS,
+            expected=f"{total} tensors",
+            got=len(owners),
+        )
 
 
-def _metadata(lib: Any, handle: int) -> dict[str, int | float | bool | str | None]:
-    values: dict[str, int | float | bool | str | None] = {}
-    for i in range(lib.gguf_get_n_kv(handle)):
-        key = lib.gguf_get_key(handle, i).decode("utf-8", "replace")
-        kind = lib.gguf_get_kv_type(handle, i)
-        if kind == _STRING:
-            values[key] = lib.gguf_get_val_str(handle, i).decode("utf-8", "replace")
-        elif kind in _SCALARS:
-            values[key] = getattr(lib, f"gguf_get_val_{_SCALARS[kind]}")(handle, i)
-        else:
-            values[key] = None
-    return values
+def _split_value(header: GgufHeader, key: str) -> int | None:
+    value = header.metadata.get(key)
+    return None if value is None else value.integer()
 
 
-def _tensors(lib: Any, handle: int, context: c_void_p, shard: _Shard) -> list[TensorFacts]:
-    base = lib.gguf_get_data_offset(handle)
+def _joined_hint(header: GgufHeader) -> str | None:
+    """What to do about a file behind whose last tensor another GGUF file begins."""
+    with open(header.path, "rb", buffering=0) as file:
+        file.seek(header.end_bytes)
+        joined = file.read(len(MAGIC)) == MAGIC
+    return "shards are joined by llama-gguf-split --merge, not by cat" if joined else None
+
+
+def _tensors(header: GgufHeader, number: int) -> list[TensorFacts]:
     found = []
-    for i in range(lib.gguf_get_n_tensors(handle)):
-        raw = lib.gguf_get_tensor_name(handle, i)
-        name = raw.decode("utf-8", "replace")
-        offset = base + lib.gguf_get_tensor_offset(handle, i)
-        length = lib.gguf_get_tensor_size(handle, i)
-        if offset + length > shard.size_bytes:
-            raise FormatError(
-                "the file is cut short: a tensor reaches past its end",
-                path=shard.path,
-                offset_bytes=offset,
-                field=name,
-                expected=f"at least {offset + length} bytes",
-                got=f"{shard.size_bytes} bytes",
-                hint="copy or download it again",
-            )
-        head = lib.ggml_get_tensor(context, raw).contents
+    for tensor in header.tensors:
+        ne = (*tensor.shape, 1, 1, 1)[:4]
+        row = tensor.shape[0] // tensor.kind.block_values * tensor.kind.block_bytes
         found.append(
             TensorFacts(
-                name=name,
-                file=shard.number,
-                offset_bytes=offset,
-                size_bytes=length,
-                ggml_type=head.type,
-                type_name=lib.ggml_type_name(head.type).decode(),
-                ne=tuple(head.ne),
-                nb=tuple(head.nb),
+                name=tensor.name,
+                file=number,
+                offset_bytes=tensor.offset_bytes,
+                size_bytes=tensor.size_bytes,
+                ggml_type=tensor.kind.code,
+                type_name=tensor.kind.name,
+                ne=(ne[0], ne[1], ne[2], ne[3]),
+                nb=(tensor.kind.block_bytes, row, row * ne[1], row * ne[1] * ne[2]),
             )
         )
     return found

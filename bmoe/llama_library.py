@@ -42,6 +42,7 @@ def llama() -> Any:
     module.llama_log_set(callback, None)
     module.llama_backend_init()
     _check_single_copies()
+    _catch_aborts()
     return module
 
 
@@ -50,6 +51,23 @@ def ggml_base() -> ctypes.CDLL:
     """libggml-base as llama_cpp has loaded it, found by SONAME."""
     llama()
     return ctypes.CDLL("libggml-base.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+def _catch_aborts() -> None:
+    """Where ggml would end the process by a signal and a trace, one line and exit code 1."""
+    lib = ctypes.CDLL("libggml-base.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+    def give_up(message: bytes) -> None:
+        words = " ".join(message.decode("utf-8", "replace").split())
+        os.write(2, f"bmoe: error: llama.cpp gave up, with this model or by a bug: {words}\n".encode())
+        os._exit(1)  # it would abort on return
+
+    callback = kind(give_up)
+    _keep.append(callback)
+    lib.ggml_set_abort_callback.argtypes = (kind,)
+    lib.ggml_set_abort_callback.restype = ctypes.c_void_p
+    lib.ggml_set_abort_callback(callback)
 
 
 @contextlib.contextmanager

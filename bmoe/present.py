@@ -41,6 +41,8 @@ def mode_line(effective: EffectiveConfig) -> str:
     parts = [_streaming_parts(e) if e.mode == "streaming" else _resident_parts(e)]
     parts.append(f"{e.threads} thread{'s' if e.threads != 1 else ''}")
     shape = f", {e.moe_layers} layers of {e.experts} experts, top {e.top_k}" if e.moe_layers else ""
+    if e.file_top_k is not None:
+        shape += f" (lossy: the file says {e.file_top_k})"
     parts.append(f"{e.model_name or e.model_path}: {e.architecture}, {mib(e.model_bytes)}{shape}")
     return one_line(f"mode: {'; '.join(parts)}")
 

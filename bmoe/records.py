@@ -22,6 +22,7 @@ class EffectiveConfig:
         architecture: `general.architecture`.
         model_bytes: All files.
         moe_layers, experts, top_k: Shape; 0 for a dense model.
+        file_top_k: The file's own top-k where another was asked for, which is lossy; else None.
         expert_bytes, dense_bytes: All experts; everything else.
         cycle_bytes: Most bytes that one token routes over.
         threads, context_tokens, ubatch_tokens: As used.
@@ -77,6 +78,7 @@ class EffectiveConfig:
     repack: bool
     llama_cpp_version: str
     bmoe_version: str
+    file_top_k: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,7 @@ class RuntimeConfig:
         context_tokens: KV cells.
         ubatch_tokens: Widest graph; batches are cut to it.
         repack: Let llama.cpp copy weights into its repacked layouts. Never with a hook.
+        overrides: Integer metadata that replaces the file's, by full key.
     """
 
     path: str
@@ -47,6 +48,7 @@ class RuntimeConfig:
     context_tokens: int
     ubatch_tokens: int
     repack: bool = False
+    overrides: tuple[tuple[str, int], ...] = ()
 
 
 def refuse_unsafe_environment() -> None:
@@ -122,6 +124,8 @@ class Model:
         params.use_extra_bufts = config.repack
         params.n_gpu_layers = 0
         params.load_mtp = False
+        overrides = _overrides(L, config.overrides)
+        params.kv_overrides = overrides
         no_devices = (ctypes.c_void_p * 1)()
         params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
         if on_progress is not None:
@@ -175,6 +179,16 @@ class Model:
         if self.handle:
             self._llama.llama_model_free(self.handle)
             self.handle = None
+
+
+def _overrides(module: Any, values: Sequence[tuple[str, int]]) -> Any:
+    """[n + 1] llama_model_kv_override; the last one's empty key ends them."""
+    array = (module.llama_model_kv_override * (len(values) + 1))()
+    for entry, (key, value) in zip(array, values, strict=False):
+        entry.tag = module.LLAMA_KV_OVERRIDE_TYPE_INT
+        entry.key = key.encode()
+        entry.value.val_i64 = value
+    return array
 
 
 class Context:

@@ -25,6 +25,7 @@ from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
 from bmoe.io.memory_figures import available_bytes, process_memory
 from bmoe.io.scheduling import set_slice_ns
+from bmoe.llama_library import llama
 from bmoe.model import lay_out
 from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
 from bmoe.pipeline.slots import total_slot_bytes
@@ -90,10 +91,12 @@ class Session:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
         self._cancelled = threading.Event()
         self._stop_flag = ctypes.c_int(0)
-        self._generating = False
         self._switch_interval = sys.getswitchinterval()
         self._slice_ns: int | None = None
-        self._opened = self._closed = False
+        self._closed = False
+        # Opening counts as busy: it can be cancelled.
+        self._busy = True
+        self._state = threading.RLock()
 
     # --- open and close -----------------------------------------------------------------------------
 
@@ -136,6 +139,11 @@ class Session:
         t0 = time.monotonic_ns()
         config = self.config
         layout = await self._in_thread(lambda: lay_out(read_gguf(config.model_path)))
+        overrides: tuple[tuple[str, int], ...] = ()
+        if config.n_expert_used is not None:
+            layout = layout.with_top_k(config.n_expert_used)
+            overrides = ((f"{layout.facts.architecture}.expert_used_count", layout.top_k),)
+        llama()
         bind_ggml()
         if config.mode == "stream" and not layout.is_moe:
             raise UsageError(f"{config.model_path} has no expert tensors to stream", hint="use --resident")
@@ -146,6 +154,7 @@ class Session:
             context_tokens=config.context_tokens,
             ubatch_tokens=min(config.ubatch_tokens, config.context_tokens),
             repack=config.repack and not stream,
+            overrides=overrides,
         )
         dense_ns: int | None = None
         if stream:
@@ -168,7 +177,7 @@ class Session:
             dense_ns=dense_ns,
             dense_bytes=layout.dense_bytes if stream else None,
         )
-        self._opened = True
+        self._busy = False
 
     async def _load_streaming(
         self,
@@ -194,6 +203,8 @@ class Session:
         await self._in_thread(lambda: self._load_model(runtime, lazy=True))
         for number, path in enumerate(layout.facts.paths):
             new = [m for m in file_mappings(path).items() if m[0] not in before[number]]
+            if not new and not layout.uses_file(number):
+                continue  # llama.cpp unmaps a shard that has only metadata, or nothing that is loaded
             if len(new) != 1:
                 raise SeamError(f"llama.cpp mapped {path} {len(new)} times, expected once")
             streaming.set_mapping(number, *new[0])
@@ -256,6 +267,7 @@ class Session:
             moe_layers=len(layout.layer_numbers),
             experts=layout.experts,
             top_k=layout.top_k,
+            file_top_k=layout.file_top_k,
             expert_bytes=layout.expert_bytes,
             dense_bytes=layout.dense_bytes,
             cycle_bytes=layout.cycle_bytes,
@@ -313,14 +325,27 @@ class Session:
         Raises:
             BmoeError: As `generate`, and whatever the function raises.
         """
+        self._begin()
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function)
+        failure: BaseException | None = None
         try:
-            result = await self._in_thread(function)
-        except (AbortedBatch, BmoeError) as failure:
-            error = self._settle(failure)
-            assert error is not None
-            raise error from None
-        self._settle(None)
+            result = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.cancel()
+            await asyncio.wait((work,))
+            self._settle(work.exception())
+            raise
+        except (AbortedBatch, BmoeError) as error:
+            failure = error
+        if (reason := self._settle(failure)) is not None:
+            raise reason
         return result
+
+    def _begin(self) -> None:
+        with self._state:
+            if self._busy:
+                raise RuntimeError("one thing at a time: a generation is running")
+            self._busy = True
 
     # --- generate -------------------------------------------------------------------------------------
 
@@ -330,12 +355,13 @@ class Session:
         Nothing of a generation that was cancelled is kept. Without one running, nothing happens: a
         generation begins when its first token is awaited.
         """
-        if self._opened and not self._generating:
-            return
-        self._cancelled.set()
-        self._stop_flag.value = 1
-        if self.streaming and hasattr(self.streaming, "engine"):
-            self.streaming.stop(STOP_CANCEL)
+        with self._state:
+            if not self._busy:
+                return
+            self._cancelled.set()
+            self._stop_flag.value = 1
+            if self.streaming and hasattr(self.streaming, "engine"):
+                self.streaming.stop(STOP_CANCEL)
 
     async def generate(
         self,
@@ -356,9 +382,7 @@ class Session:
             StallError: A wait for one slice exceeded the watchdog.
             DecodeError: llama.cpp failed.
         """
-        if self._generating:
-            raise RuntimeError("one generation at a time")
-        self._generating = True
+        self._begin()
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -382,7 +406,6 @@ class Session:
             failure = await work
             error = self._settle(failure)
             self.summary = run.summary(error)
-            self._generating = False
         if error is not None:
             raise error
 
@@ -404,14 +427,17 @@ class Session:
                     )
                 elif reason == STOP_FAULT:
                     error = self.streaming.streamer.bug or BmoeError(engine.fault())
-            self.streaming.streamer.reset()
+        with self._state:  # a cancel that comes later finds nothing to cancel
+            self._busy = False
+            self._cancelled.clear()
+            self._stop_flag.value = 0
+            if self.streaming:
+                self.streaming.streamer.reset()
         if isinstance(error, AbortedBatch):
             error = Cancelled("cancelled")
         if error is not None and hasattr(self, "context"):
             # llama.cpp has rolled the batch back; recurrent state it cannot. Start afresh either way.
             self.context.clear()
-        self._cancelled.clear()
-        self._stop_flag.value = 0
         return error
 
     @property

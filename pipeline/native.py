@@ -139,7 +139,7 @@ def _load() -> ctypes.PyDLL:
         "bm_take": (c_int32, (engine, POINTER(c_int32), c_int32)),
         "bm_assign": (c_int, (engine, POINTER(c_int32), POINTER(c_int32), c_int32)),
         "bm_ready": (c_int, (engine, POINTER(c_int32), c_int32)),
-        "bm_abandon": (c_int32, (engine, c_int32)),
+        "bm_abandon": (c_int, (engine, c_int32, c_int)),
         "bm_evict": (c_int32, (engine, c_int32, c_int)),
         "bm_evict_ranked": (
             c_int32,

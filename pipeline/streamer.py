@@ -167,14 +167,18 @@ class Streamer:
         self._pending: deque[int] = deque()
         self._starved = self._ranking = False
         self._taken = (ctypes.c_int32 * _LONGEST_RUN)()
-        self._run_slices = (ctypes.c_int32 * _LONGEST_RUN)()
-        self._run_slots = (ctypes.c_int32 * _LONGEST_RUN)()
+        self._run_slices, self._run_slots = (
+            (ctypes.c_int32 * _LONGEST_RUN)(),
+            (ctypes.c_int32 * _LONGEST_RUN)(),
+        )
         self._consumed, self._freed = ctypes.c_int32(), (ctypes.c_int32 * max(4, plan.total_slots))()
         self._done = (ctypes.c_int32 * _LONGEST_RUN)()
         self._was_resident = bytearray(engine.slices)
         self._error: ReadError | None = None
+        # Counts what `reset` has ended, so that a late failure is told from one that matters.
+        self._batch_of_slot = [0] * plan.total_slots
         self._reads = self._read_bytes = self._slice_bytes = self._evictions = self._rereads = 0
-        self._sweeps = self._starvations = self._loop_ns = 0
+        self._sweeps = self._starvations = self._loop_ns = self._batch = 0
         self.submit_latencies_ns: list[int] = []
         """Announcement to first submission, newest last; the caller may clear it."""
         self.request_bytes: list[int] = []
@@ -221,6 +225,7 @@ class Streamer:
         self._pending.clear()
         self._starved = False
         self._error = self.bug = None
+        self._batch += 1
         lib.bm_reset(self._handle)
 
     def statistics(self) -> StreamerStatistics:
@@ -323,6 +328,8 @@ class Streamer:
         self._reads += n
         self._slice_bytes += n * self._slice_size[tensor]
         self._read_bytes += n * self._plan.classes[self._plan.class_of_tensor[tensor]].slot_bytes
+        for slot in slots:
+            self._batch_of_slot[slot] = self._batch
         resident = self._was_resident
         for s in run:
             self._rereads += resident[s]
@@ -471,9 +478,17 @@ class Streamer:
 
     def _on_error(self, slot: int, error: ReadError) -> None:
         slice_id = int(self._engine.slot_slice[slot])
-        error.slice_name = self._engine.slice_name(slice_id)
-        if self._error is None:
+        # A read for an earlier batch, which a cancel or a failure has ended: that batch's error it is not.
+        # Should the present one have come to count on it, it is read anew.
+        late = self._batch_of_slot[slot] != self._batch
+        if not late and self._error is None:
+            error.slice_name = self._engine.slice_name(slice_id)
             self._error = error
-        lib.bm_abandon(self._handle, slot)
+        again = lib.bm_abandon(self._handle, slot, int(late))
         self._free[self._class_of_slot[slot]].append(slot)
-        lib.bm_stop(self._handle, STOP_IO)
+        if again:
+            self._pending.append(slice_id)
+        if not late:
+            lib.bm_stop(self._handle, STOP_IO)
+        elif self._pending:
+            self._guarded(self._pump)

@@ -110,7 +110,7 @@ class Native:
         return result
 
     def abandon(self, slot: int) -> None:
-        lib.bm_abandon(self.handle, slot)
+        lib.bm_abandon(self.handle, slot, 0)
 
     def evict(self, slice_id: int, *, force: bool) -> int:
         slot: int = lib.bm_evict(self.handle, slice_id, int(force))

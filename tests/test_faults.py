@@ -298,6 +298,25 @@ def test_cancel_without_a_generation_does_nothing() -> None:
     run(scenario())
 
 
+def test_a_cancel_that_comes_too_late_is_not_the_next_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread, in the moment between a generation's end and the knowledge of it."""
+
+    async def scenario() -> None:
+        async with await Session.open(config(small_model())) as session:
+            settle = session._settle
+
+            def settle_and_cancel(failure: BaseException | None) -> BaseException | None:
+                error = settle(failure)
+                session.cancel()
+                return error
+
+            monkeypatch.setattr(session, "_settle", settle_and_cancel)
+            for _ in range(2):
+                assert await generated(session, PROMPT, N_PREDICT) == right_tokens()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("how", ["cancel", "task", "close"])
 def test_cancel_ends_work_below_the_session_too(how: str) -> None:
     """Such as `verify`'s, which computes on the decode thread itself."""

@@ -244,6 +244,18 @@ def test_dense_weights_and_their_views_move_to_their_own_memory(graphs: Graphs) 
     assert graphs.engine.statistics().rebound == moved
 
 
+def test_a_weight_behind_a_missing_optional_source_moves_too(graphs: Graphs) -> None:
+    """Flash attention without a mask has nothing in the fourth place, and its sinks in the fifth."""
+    dense = graphs.load_dense(DENSE, END)
+    weight = graphs.weight("blk.7.attn_sinks.weight", (WIDTH, UNITS, 1), DENSE)
+    act = graphs.matrix(activations()[:, 0, :])
+    output = graphs.mul_mat(graphs.weight("blk.7.attn.weight", (WIDTH, UNITS, 1), DENSE), act)
+    graph = graphs.graph(output)
+    output.contents.src[4] = weight
+    graphs.ask(graph)
+    assert weight.contents.data == dense.ctypes.data
+
+
 def test_what_was_not_loaded_stays_mapped(graphs: Graphs) -> None:
     graphs.load_dense(DENSE, END - 4 * WIDTH)
     weight = graphs.weight("lazy.weight", (WIDTH, UNITS, 1), OTHER)

@@ -81,7 +81,8 @@ def test_both_policies_are_identical(policy: str) -> None:
 )
 def test_a_prompt_of_600_tokens_is_identical_at_every_batch_width(ubatch: int, quant: str) -> None:
     """With 600 tokens, 16 experts and top-4, experts of a batch of 64 have 5 to 30 rows; of 512, over 100."""
-    wanted = config(tiny_moe(quant), threads=2, ubatch_tokens=ubatch, context_tokens=640)
+    threads = 1 if ubatch == 1 else 2  # 600 graphs of one token: nothing to share
+    wanted = config(tiny_moe(quant), threads=threads, ubatch_tokens=ubatch, context_tokens=640)
     assert_verified(wanted, LONG_PROMPT, 3)
 
 

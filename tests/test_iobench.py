@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -647,6 +648,11 @@ def test_what_a_layer_needs_is_never_given_up_for_it() -> None:
     assert sorted(table._resident) == [1, 2, 3]
 
 
+@functools.cache
+def recorded(name: str) -> RouteTrace:
+    return read_trace(str(TRACES / f"{name}.route.csv"))
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces here")
 @pytest.mark.parametrize(
     ("policy", "cache_mib", "hit_percent"),
@@ -654,7 +660,7 @@ def test_what_a_layer_needs_is_never_given_up_for_it() -> None:
 )
 def test_recorded_run_hits_as_published(policy: str, cache_mib: int, hit_percent: float) -> None:
     """To within what evicting before instead of after the layer's reads changes."""
-    trace = read_trace(str(TRACES / "qwen.route.csv"))
+    trace = recorded("qwen")
     assert trace.tokens == 128
     costs = [size for size in trace.expert_bytes.values() for _ in range(trace.experts)]
     plan = plan_replay(trace, costs, cache_mib * MIB, policy_named(policy))
@@ -664,7 +670,7 @@ def test_recorded_run_hits_as_published(policy: str, cache_mib: int, hit_percent
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces here")
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("gemma", 30, 128), ("gptoss", 36, 64)])
 def test_other_recorded_runs_are_read(name: str, layers: int, tokens: int) -> None:
-    trace = read_trace(str(TRACES / f"{name}.route.csv"))
+    trace = recorded(name)
     assert (len(trace.expert_bytes), trace.tokens) == (layers, tokens)
 
 
@@ -803,6 +809,7 @@ def test_json_on_standard_output_is_all_there_is_on_it(data: str, capsys: pytest
         (["-m", "FILE", "--scatter", "0"], 2, "a read has at least one piece"),
         (["-m", "FILE", "--slice-kb", "4096"], 2, "too few for reads"),
         (["-m", "FILE", "--seconds", "0"], 2, "--seconds"),
+        (["-m", "FILE", "--seconds", "nan"], 2, "--seconds nan"),
         (["-m", "FILE", "--engine-pattern"], 2, "no GGUF model with experts"),
         (["-m", "FILE", "--backend", "fast"], 2, "--backend"),
         (["-m", "FILE", "--policy", "lru"], 2, "--policy has no meaning without --replay"),
@@ -845,7 +852,7 @@ def test_replay_prints_time_per_token(tmp_path: Path, data: str, capsys: pytest.
 @pytest.mark.parametrize("name", ["plot.png", "plot.SVG"])
 def test_plot_is_drawn(data: str, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    words = ["-m", data, "--lanes", "1,4", "--slice-kb", "64,128", "--scatter", "1,3", "--seconds", "0.05"]
+    words = ["-m", data, "--lanes", "1,4", "--slice-kb", "64,128", "--seconds", "0.05"]
     assert cli.main([*words, "--repeat", "1", "--plot", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_bytes()[:5] in {b"\x89PNG\r", b"<?xml"}
 

@@ -73,6 +73,7 @@ class Protocol(RuleBasedStateMachine):
         self.rank = 0
         self.work: list[int] = []
         self.seat: dict[int, int] = {}  # pinned slices that have a slot: which
+        self.begin_batch()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -245,8 +246,10 @@ class Protocol(RuleBasedStateMachine):
         else:
             assert self.native.evict(s, force=force) == -1
 
-    @rule(entry=st.integers(0, LAYERS * EXPERTS - 1), stale=st.booleans())
-    def evict_entry(self, entry: int, stale: bool) -> None:
+    @precondition(lambda self: self.in_state(READY))
+    @rule(data=st.data(), stale=st.booleans())
+    def evict_entry(self, data: st.DataObject, stale: bool) -> None:
+        entry = self.entry_of(data.draw(st.sampled_from(self.in_state(READY))))
         used = self.last_use[entry]
         layer, expert = divmod(entry, EXPERTS)
         slices = [self.slice_id(layer, k, expert) for k in range(RANKS)]

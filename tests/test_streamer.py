@@ -17,14 +17,14 @@ from bmoe.io.files import DirectFile
 from bmoe.io.null import NullBackend
 from bmoe.io.read_queue import ReadQueue
 from bmoe.io.slot_memory import SlotMemory
-from bmoe.pipeline.native import RUN, STOP_CANCEL, STOP_IO, Engine
+from bmoe.pipeline.native import READY, RUN, STOP_CANCEL, STOP_IO, Engine, lib
 from bmoe.pipeline.slots import SlotClass, SlotPlan
 from bmoe.pipeline.streamer import Streamer
 from tests.native_steps import HOSTILE, RANKS, Doorbell, Native, make_policy, tensors_of
 from tests.runs import run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -255,6 +255,48 @@ def test_the_streamer_serves_a_thread(slots: tuple[int, int], tmp_path: Path) ->
         run(scenario())
     finally:
         sys.setswitchinterval(interval)
+
+
+class _BetweenLooks:
+    """The native library; something happens between the streamer's first look for a slot and its second."""
+
+    def __init__(self, event: Callable[[], None]) -> None:
+        self._event = event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lib, name)
+
+    def bm_set_starved(self, handle: int, on: int) -> None:
+        if on:
+            self._event()
+        lib.bm_set_starved(handle, on)
+
+
+def test_a_slot_that_is_released_just_before_the_streamer_starves_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its release rings nobody, since nobody starves yet."""
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10), Rig(tmp_path, slots=(1, 1), policy="anything", seed=1) as rig:
+            assert await rig.matmul(0, [0])
+            assert rig.native.word(0) == (READY, 0)
+            released: list[int] = []
+
+            def release() -> None:
+                if not released:
+                    released.append(0)
+                    rig.native.unpin(0)
+
+            monkeypatch.setattr("bmoe.pipeline.streamer.lib", _BetweenLooks(release))
+            rig.native.announce(0, [0, 1])  # 0 is there, 1 needs the only slot
+            while not rig.native.is_ready(1):  # noqa: ASYNC110 (as above)
+                await asyncio.sleep(0)
+            assert released == [0]
+            rig.check(0, 1)
+            rig.native.unpin(1)
+
+    run(scenario())
 
 
 def test_closing_while_requests_wait_and_memory_grows_leaves_no_task_behind(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -199,6 +200,8 @@ def _settings(ctx: click.Context) -> Settings:
         if given(name):
             raise UsageError(f"{option} has no meaning {'with' if replaying else 'without'} --replay")
     backends = {"both": ("uring", "threads"), None: ()}.get(p["backend"], (p["backend"],))
+    if not math.isfinite(p["seconds"]):  # click's range lets nan pass
+        raise UsageError(f"--seconds {p['seconds']}: expected 0.05 to 3600")
     if 0 in p["scatter"]:
         raise UsageError("--scatter 0: a read has at least one piece")
     return Settings(

@@ -137,6 +137,11 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
             help="Most reads at one time.  [default: about 5 MiB of them]",
         ),
         click.option("--no-odirect", is_flag=True, help="Read through the page cache."),
+        click.option(
+            "--n-expert-used",
+            type=Number(1, 1 << 16),
+            help="Experts per token instead of the file's number. Changes the output.",
+        ),
     )
 
 
@@ -173,6 +178,7 @@ def session_config(ctx: click.Context) -> SessionConfig:
         queue_depth=p["queue_depth"],
         direct=not p["no_odirect"],
         repack=not p.get("no_repack", False),
+        n_expert_used=p["n_expert_used"],
     )
 
 

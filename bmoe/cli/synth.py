@@ -60,7 +60,7 @@ def upcycle(source: str, dest: str, *, experts: int, top_k: int, seed: int, forc
 @synth_group.command(short_help="Write a model of random weights.")
 @click.argument("dest", type=click.Path())
 @click.option("--preset", default="tiny", show_default=True, help="The shape to start from: q3s, q3, tiny …")
-@click.option("--arch", "architecture", help="Architecture: qwen3moe, llama, gemma4.")
+@click.option("--arch", "architecture", help="Architecture: qwen3moe, llama, gpt-oss …")
 @click.option("--layers", type=int, help="Blocks in total.")
 @click.option("--embedding", type=int, help="Width of the residual stream.")
 @click.option("--heads", type=int, help="Attention heads.")
@@ -71,10 +71,14 @@ def upcycle(source: str, dest: str, *, experts: int, top_k: int, seed: int, forc
 @click.option("--expert-width", type=int, help="Hidden units of an expert.")
 @click.option("--dense-width", type=int, help="Hidden units of a dense feed-forward.")
 @click.option("--dense-layers", type=int, help="Leading layers without experts.")
+@click.option("--nextn-layers", type=int, help="Multi-token-prediction blocks behind the layers.")
 @click.option("--context", type=int, help="Context length the model claims.")
 @click.option("--quant", default="Q4_K", show_default=True, help="Type of the matrices, or Q4_K_M.")
 @click.option("--tokenizer-from", type=click.Path(), help="GGUF whose tokenizer to take; default: bytes.")
 @click.option("--alignment", type=int, default=32, show_default=True, help="Of tensor offsets, in bytes.")
+@click.option("--phase", type=int, help="Where the first tensor lies within a page of 4096 bytes.")
+@click.option("--shards", type=int, default=1, show_default=True, help="Files of a split set.")
+@click.option("--bare-first", is_flag=True, help="Only metadata in a split set's first file.")
 @_seed
 @_force
 def random(
@@ -84,6 +88,9 @@ def random(
     quant: str,
     tokenizer_from: str | None,
     alignment: int,
+    phase: int | None,
+    shards: int,
+    bare_first: bool,
     seed: int,
     force: bool,
     **numbers: int | str | None,
@@ -107,6 +114,9 @@ def random(
             tokenizer_from=tokenizer_from,
             seed=seed,
             alignment_bytes=alignment,
+            phase_bytes=phase,
+            shards=shards,
+            bare_first=bare_first,
             on_progress=on_progress,
         )
     click.echo(_summary(report))

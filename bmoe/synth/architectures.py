@@ -1,9 +1,7 @@
 """What llama.cpp expects of each architecture: metadata keys and tensors, one table entry each.
 
-An `Architecture` is two functions of the shape: the keys (without the `architecture.` prefix) and, for
-each layer, the tensors. Deviations are chosen so that activations keep unit scale: 1/sqrt(row length)
-for a matrix, 1 for embeddings as the graph sees them, and norms near 1. Norms are not exactly 1 because
-a tensor of equal pages would hide a misplaced one.
+An `Architecture` says which keys (without the `architecture.` prefix) and which parts a layer has.
+recurrent.py and latent.py hold the parts that only few have.
 
 Knows nothing of block types, files or random numbers.
 """
@@ -12,47 +10,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from bmoe.io.errors import UsageError
-from bmoe.synth import metadata
+from bmoe.synth import latent, recurrent
+from bmoe.synth.metadata import boolean, booleans, f32, i32s, u32
+from bmoe.synth.parts import (
+    Part,
+    TensorSpec,
+    attention,
+    bias,
+    biases_of_width,
+    choice,
+    dense_ffn,
+    embeddings,
+    expert_biases,
+    fused_experts,
+    head_norms,
+    layer_of,
+    leading_dense,
+    matrix,
+    nextn_tensors,
+    norm,
+    norms,
+    outer,
+    router,
+    router_matrix,
+    selection_bias,
+    shared_expert,
+    sinks,
+    split_experts,
+    ungated_experts,
+    wide_norms,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bmoe.synth.metadata import MetadataValue
+    from bmoe.gguf_values import MetadataValue
     from bmoe.synth.shape import ModelShape
 
-ROUTER_SPREAD: Final = 1.0
-"""Deviation of the router's logits over experts, for a normed token.
+    Keys = dict[str, MetadataValue]
 
-Measured with it on the 12-layer Qwen3-30B shape, 500 tokens of English text: 17 to 57 experts of 128
-carry a layer's routing (inverse of the summed squared shares), neighbouring tokens share 14 to 46 % of
-their experts, and an aged-frequency cache of 13 % and 26 % of the experts hits 55 % and 79 %: close to
-the recorded traces of the real model (61 % and 83 %).
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """A tensor of random weights.
-
-    Attributes:
-        name: As in the file.
-        shape: ggml's order, the row length first.
-        kind: `matrix` takes the model's quantisation; `float` is always F32; `router` is F32 with rows
-            of different lengths, so that some experts are chosen more often than others.
-        deviation: Standard deviation of the weights.
-        mean: Their mean, zero for a matrix.
-        layer: The block it belongs to, if any.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Literal["matrix", "float", "router"]
-    deviation: float
-    mean: float = 0.0
-    layer: int | None = None
+_SIGMOID: Final = 2  # llama.cpp's number of a gating function
+_WINDOW_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,49 +61,67 @@ class Architecture:
     """One architecture.
 
     Attributes:
-        keys: Its metadata beyond the common keys, without the name's prefix.
+        keys: Its metadata beyond the common keys, without the name's prefix; replaces common ones.
         block: The tensors of one layer.
         outer: The tensors outside the layers, given the vocabulary's size.
-        check: Raises UsageError for a shape that it cannot have.
+        dense_first: Leading layers may be dense.
+        square: Queries must be as wide as the stream.
+        nextn: The tensors of a multi-token-prediction block, where it can have them.
     """
 
-    keys: Callable[[ModelShape], dict[str, MetadataValue]]
-    block: Callable[[ModelShape, int], Iterator[TensorSpec]]
-    outer: Callable[[ModelShape, int], Iterator[TensorSpec]]
-    check: Callable[[ModelShape], None]
+    keys: Callable[[ModelShape], Keys]
+    block: Part
+    outer: Callable[[ModelShape, int], Iterator[TensorSpec]] = outer
+    dense_first: bool = False
+    square: bool = False
+    nextn: Part | None = None
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """The table entry for `shape`, which has passed the architecture's own check.
+    """The table entry for `shape`.
 
     Raises:
         UsageError: The architecture is not known, or cannot have this shape.
     """
-    entry = ARCHITECTURES.get(shape.architecture)
+    name = shape.architecture
+    entry = ARCHITECTURES.get(name)
     if entry is None:
-        raise UsageError(f"architecture {shape.architecture}: choose from {', '.join(sorted(ARCHITECTURES))}")
-    entry.check(shape)
+        raise UsageError(f"architecture {name}: choose from {', '.join(sorted(ARCHITECTURES))}")
+    if shape.dense_layers and not entry.dense_first:
+        raise UsageError(f"dense_layers {shape.dense_layers}: {name} has experts in every layer")
+    if shape.nextn_layers and entry.nextn is None:
+        raise UsageError(f"nextn_layers {shape.nextn_layers}: {name} has no such blocks here")
+    if entry.square and shape.heads * shape.head_dim != shape.embedding:
+        raise UsageError(
+            f"embedding {shape.embedding}: {name} needs heads * head_dim, {shape.heads * shape.head_dim}"
+        )
+    if not shape.dense_width and any(
+        tensor.shape and not min(tensor.shape) for tensor in entry.block(shape, 0)
+    ):
+        raise UsageError(f"dense_width 0: {name} has dense feed-forwards")
     return entry
 
 
-def model_metadata(shape: ModelShape, vocabulary: int) -> dict[str, MetadataValue]:
+def model_metadata(shape: ModelShape, vocabulary: int) -> Keys:
     """Every `<architecture>.*` key of the model."""
     keys = {
-        "block_count": metadata.u32(shape.layers),
-        "context_length": metadata.u32(shape.context),
-        "embedding_length": metadata.u32(shape.embedding),
-        "feed_forward_length": metadata.u32(shape.dense_width or shape.expert_width),
-        "attention.head_count": metadata.u32(shape.heads),
-        "attention.head_count_kv": metadata.u32(shape.kv_heads),
-        "attention.key_length": metadata.u32(shape.head_dim),
-        "attention.value_length": metadata.u32(shape.head_dim),
-        "attention.layer_norm_rms_epsilon": metadata.f32(shape.rms_epsilon),
-        "rope.freq_base": metadata.f32(shape.rope_base),
-        "expert_count": metadata.u32(shape.experts),
-        "expert_used_count": metadata.u32(shape.top_k),
-        "vocab_size": metadata.u32(vocabulary),
+        "block_count": u32(shape.layers + shape.nextn_layers),
+        "context_length": u32(shape.context),
+        "embedding_length": u32(shape.embedding),
+        "feed_forward_length": u32(shape.dense_width or shape.expert_width),
+        "attention.head_count": u32(shape.heads),
+        "attention.head_count_kv": u32(shape.kv_heads),
+        "attention.key_length": u32(shape.head_dim),
+        "attention.value_length": u32(shape.head_dim),
+        "attention.layer_norm_rms_epsilon": f32(shape.rms_epsilon),
+        "rope.freq_base": f32(shape.rope_base),
+        "expert_count": u32(shape.experts),
+        "expert_used_count": u32(shape.top_k),
+        "vocab_size": u32(vocabulary),
     }
     keys |= architecture_of(shape).keys(shape)
+    if shape.nextn_layers:
+        keys["nextn_predict_layers"] = u32(shape.nextn_layers)
     return {f"{shape.architecture}.{key}": value for key, value in keys.items()}
 
 
@@ -112,184 +131,412 @@ def model_tensors(shape: ModelShape, vocabulary: int) -> list[TensorSpec]:
     tensors = list(entry.outer(shape, vocabulary))
     for layer in range(shape.layers):
         tensors += entry.block(shape, layer)
+    for layer in range(shape.layers, shape.layers + shape.nextn_layers):
+        assert entry.nextn is not None
+        tensors += entry.nextn(shape, layer)
     return tensors
 
 
-# Building blocks. A name without "blk." gets its layer's prefix and the suffix ".weight".
+# Groups of keys.
 
 
-def _matrix(layer: int | None, name: str, *shape: int, gain: float = 1.0) -> TensorSpec:
-    """Weights of a matrix product: `shape[0]` values in, unit scale out."""
-    deviation = gain / math.sqrt(shape[0])
-    return TensorSpec(name=_full(layer, name), shape=shape, kind="matrix", deviation=deviation, layer=layer)
+def _expert_width(shape: ModelShape) -> Keys:
+    return {"expert_feed_forward_length": u32(shape.expert_width)}
 
 
-def _norm(layer: int | None, name: str, width: int, *, centre: float = 1.0) -> TensorSpec:
-    return TensorSpec(
-        name=_full(layer, name),
-        shape=(width,),
-        kind="float",
-        deviation=0.1 * centre,
-        mean=centre,
-        layer=layer,
-    )
+def _experts_are_the_ffn(shape: ModelShape) -> Keys:
+    """Experts are as wide as the key for dense layers says; there is no other key."""
+    return {"feed_forward_length": u32(shape.expert_width)}
 
 
-def _router(shape: ModelShape, layer: int, *, input_rms: float = 1.0) -> TensorSpec:
-    deviation = ROUTER_SPREAD / (input_rms * math.sqrt(shape.embedding))
-    return TensorSpec(
-        name=_full(layer, "ffn_gate_inp"),
-        shape=(shape.embedding, shape.experts),
-        kind="router",
-        deviation=deviation,
-        layer=layer,
-    )
+def _shared_width(shape: ModelShape) -> Keys:
+    return _expert_width(shape) | {"expert_shared_feed_forward_length": u32(shape.expert_width)}
 
 
-def _full(layer: int | None, name: str) -> str:
-    prefix = "" if layer is None else f"blk.{layer}."
-    return prefix + name if "." in name else f"{prefix}{name}.weight"
-
-
-def _embeddings(shape: ModelShape, vocabulary: int, *, deviation: float = 1.0) -> TensorSpec:
-    return TensorSpec(
-        name="token_embd.weight",
-        shape=(shape.embedding, vocabulary),
-        kind="matrix",
-        deviation=deviation,
-    )
-
-
-def _outer(shape: ModelShape, vocabulary: int) -> Iterator[TensorSpec]:
-    yield _embeddings(shape, vocabulary)
-    yield _norm(None, "output_norm", shape.embedding)
-    yield _matrix(None, "output", shape.embedding, vocabulary)
-
-
-def _attention(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    query_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield _norm(layer, "attn_norm", shape.embedding)
-    yield _matrix(layer, "attn_q", shape.embedding, query_width)
-    yield _matrix(layer, "attn_k", shape.embedding, kv_width)
-    yield _matrix(layer, "attn_v", shape.embedding, kv_width)
-    yield _matrix(layer, "attn_output", query_width, shape.embedding)
-
-
-def _head_norms(shape: ModelShape, layer: int, *, query_centre: float = 1.0) -> Iterator[TensorSpec]:
-    yield _norm(layer, "attn_q_norm", shape.head_dim, centre=query_centre)
-    yield _norm(layer, "attn_k_norm", shape.head_dim)
-
-
-def _dense_ffn(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield _matrix(layer, "ffn_gate", shape.embedding, shape.dense_width)
-    yield _matrix(layer, "ffn_up", shape.embedding, shape.dense_width)
-    yield _matrix(layer, "ffn_down", shape.dense_width, shape.embedding)
-
-
-def _split_experts(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield _matrix(layer, "ffn_gate_exps", shape.embedding, shape.expert_width, shape.experts)
-    yield _matrix(layer, "ffn_up_exps", shape.embedding, shape.expert_width, shape.experts)
-    yield _matrix(layer, "ffn_down_exps", shape.expert_width, shape.embedding, shape.experts)
-
-
-def _fused_experts(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield _matrix(layer, "ffn_gate_up_exps", shape.embedding, 2 * shape.expert_width, shape.experts)
-    yield _matrix(layer, "ffn_down_exps", shape.expert_width, shape.embedding, shape.experts)
-
-
-def _experts_everywhere(shape: ModelShape) -> None:
-    if shape.dense_layers:
-        raise UsageError(
-            f"dense_layers {shape.dense_layers}: {shape.architecture} has experts in every layer"
-        )
-
-
-# The architectures.
-
-
-def _qwen3moe_keys(shape: ModelShape) -> dict[str, MetadataValue]:
-    return {"expert_feed_forward_length": metadata.u32(shape.expert_width)}
-
-
-def _qwen3moe_block(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield from _attention(shape, layer)
-    yield from _head_norms(shape, layer)
-    yield _norm(layer, "ffn_norm", shape.embedding)
-    yield _router(shape, layer)
-    yield from _split_experts(shape, layer)
-
-
-def _llama_keys(shape: ModelShape) -> dict[str, MetadataValue]:
-    # Experts are as wide as the key for dense layers says; there is no other key.
-    return {
-        "feed_forward_length": metadata.u32(shape.expert_width),
-        "rope.dimension_count": metadata.u32(shape.head_dim),
+def _shared_one(shape: ModelShape) -> Keys:
+    """One shared expert, weights of the chosen ones that sum to 2.5, leading dense layers."""
+    return _expert_width(shape) | {
+        "expert_shared_count": u32(1),
+        "leading_dense_block_count": u32(shape.dense_layers),
+        "expert_weights_scale": f32(2.5),
+        "expert_weights_norm": boolean(value=True),
     }
 
 
-def _llama_block(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield from _attention(shape, layer)
-    yield _norm(layer, "ffn_norm", shape.embedding)
-    yield _router(shape, layer)
-    yield from _split_experts(shape, layer)
+def _sigmoid(shape: ModelShape) -> Keys:
+    return _shared_one(shape) | {"expert_gating_func": u32(_SIGMOID)}
 
 
-def _gemma4_is_windowed(shape: ModelShape, layer: int) -> bool:
-    """Whether a layer attends to a sliding window: all but every third, and the last one never."""
-    return layer % 3 != 2 and layer != shape.layers - 1
+def _whole_rope(shape: ModelShape) -> Keys:
+    return {"rope.dimension_count": u32(shape.head_dim)}
 
 
-def _gemma4_keys(shape: ModelShape) -> dict[str, MetadataValue]:
-    return {
-        "expert_feed_forward_length": metadata.u32(shape.expert_width),
-        "attention.sliding_window": metadata.u32(256),
-        "attention.sliding_window_pattern": metadata.booleans(
-            [_gemma4_is_windowed(shape, layer) for layer in range(shape.layers)]
-        ),
-        "attention.key_length_swa": metadata.u32(shape.head_dim),
-        "attention.value_length_swa": metadata.u32(shape.head_dim),
-        "embedding_length_per_layer_input": metadata.u32(0),
-        "rope.freq_base_swa": metadata.f32(10000.0),
+def _windows(shape: ModelShape) -> list[bool]:
+    """Which layers attend to a sliding window: every other one, the last never."""
+    return [layer % 2 == 0 and layer != shape.layers - 1 for layer in range(shape.layers)]
+
+
+def _plus(*groups: Callable[[ModelShape], Keys], **more: MetadataValue) -> Callable[[ModelShape], Keys]:
+    def keys(shape: ModelShape) -> Keys:
+        found: Keys = {}
+        for group in groups:
+            found |= group(shape)
+        return found | {name.replace("__", "."): value for name, value in more.items()}
+
+    return keys
+
+
+# Parts that single architectures need.
+
+
+def _gemma4_windows(shape: ModelShape) -> list[bool]:
+    """All but every third, and the last one never."""
+    return [layer % 3 != 2 and layer != shape.layers - 1 for layer in range(shape.layers)]
+
+
+def _gemma4_keys(shape: ModelShape) -> Keys:
+    return _expert_width(shape) | {
+        "attention.sliding_window": u32(_WINDOW_TOKENS),
+        "attention.sliding_window_pattern": booleans(_gemma4_windows(shape)),
+        "attention.key_length_swa": u32(shape.head_dim),
+        "attention.value_length_swa": u32(shape.head_dim),
+        "embedding_length_per_layer_input": u32(0),
+        "rope.freq_base_swa": f32(10000.0),
     }
 
 
 def _gemma4_outer(shape: ModelShape, vocabulary: int) -> Iterator[TensorSpec]:
     # The graph multiplies embeddings by sqrt(embedding), and uses them as the output matrix too.
-    yield _embeddings(shape, vocabulary, deviation=1 / math.sqrt(shape.embedding))
-    yield _norm(None, "output_norm", shape.embedding)
-    yield _norm(None, "rope_freqs", shape.head_dim // 2)
+    yield embeddings(shape, vocabulary, deviation=1 / math.sqrt(shape.embedding))
+    yield norm(None, "output_norm", shape.embedding)
+    yield norm(None, "rope_freqs", shape.head_dim // 2)
 
 
-def _gemma4_block(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    yield from _attention(shape, layer)
-    # Scores are not divided by sqrt(head_dim) in the graph; the query's norm does it.
-    yield from _head_norms(shape, layer, query_centre=1 / math.sqrt(shape.head_dim))
-    yield _norm(layer, "post_attention_norm", shape.embedding)
-    yield _norm(layer, "ffn_norm", shape.embedding)
-    yield from _dense_ffn(shape, layer)
-    yield _norm(layer, "post_ffw_norm", shape.embedding)
-    if layer < shape.dense_layers:
-        return
+def _gemma4_experts(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
     # The router sees the normed stream divided by sqrt(embedding), times a learnt scale near 1.
-    yield _router(shape, layer, input_rms=1 / math.sqrt(shape.embedding))
-    yield _norm(layer, "ffn_gate_inp.scale", shape.embedding)
-    yield _norm(layer, "pre_ffw_norm_2", shape.embedding)
-    yield _norm(layer, "post_ffw_norm_1", shape.embedding)
-    yield _norm(layer, "post_ffw_norm_2", shape.embedding)
-    yield from _fused_experts(shape, layer)
-    yield _norm(layer, "ffn_down_exps.scale", shape.experts)
+    yield router_matrix(shape, layer, input_rms=1 / math.sqrt(shape.embedding))
+    yield norm(layer, "ffn_gate_inp.scale", shape.embedding)
+    yield norm(layer, "pre_ffw_norm_2", shape.embedding)
+    yield norm(layer, "post_ffw_norm_1", shape.embedding)
+    yield norm(layer, "post_ffw_norm_2", shape.embedding)
+    yield from fused_experts(shape, layer)
+    yield norm(layer, "ffn_down_exps.scale", shape.experts)
 
 
-def _gemma4_check(shape: ModelShape) -> None:
-    if not shape.dense_width:
-        raise UsageError("dense_width 0: every layer of gemma4 has a dense feed-forward beside its experts")
+def _phimoe_outer(shape: ModelShape, vocabulary: int) -> Iterator[TensorSpec]:
+    yield from outer(shape, vocabulary)
+    yield bias(None, "output_norm", shape.embedding)
+    yield bias(None, "output", vocabulary)
 
+
+def _lfm2_outer(shape: ModelShape, vocabulary: int) -> Iterator[TensorSpec]:
+    # Its output norm has another name, and the embeddings are the output matrix.
+    yield embeddings(shape, vocabulary)
+    yield norm(None, "token_embd_norm", shape.embedding)
+
+
+def _arctic_dense(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    """A feed-forward as wide as the stream beside the experts, which have a 1-D tensor named as they are."""
+    for name in ("ffn_gate", "ffn_up", "ffn_down"):
+        yield matrix(layer, name, shape.embedding, shape.embedding)
+    yield norm(layer, "ffn_norm_exps", shape.embedding)
+
+
+def _grove_chunks(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    """Smaller experts, one for every two of the others."""
+    count = shape.experts // 2
+    yield matrix(layer, "ffn_gate_chexps", shape.embedding, shape.expert_width, count)
+    yield matrix(layer, "ffn_up_chexps", shape.embedding, shape.expert_width, count)
+    yield matrix(layer, "ffn_down_chexps", shape.expert_width, shape.embedding, count)
+
+
+def _narrow_ffn(shape: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    """A dense feed-forward as wide as one expert."""
+    yield matrix(layer, "ffn_gate", shape.embedding, shape.expert_width)
+    yield matrix(layer, "ffn_up", shape.embedding, shape.expert_width)
+    yield matrix(layer, "ffn_down", shape.expert_width, shape.embedding)
+
+
+def _interleaved(_: ModelShape, layer: int) -> bool:
+    """Every second layer has experts."""
+    return layer % 2 == 1
+
+
+_NOTHING: Final = layer_of()
+_MOE: Final = layer_of(router, split_experts)
+_BIASED_MOE: Final = layer_of(router, selection_bias, split_experts)
+_SHARED_MOE: Final = layer_of(_MOE, shared_expert())
+_BIASED_SHARED_MOE: Final = layer_of(_BIASED_MOE, shared_expert())
+_GATED_SHARED_MOE: Final = layer_of(_MOE, shared_expert(gated=True))
+_QK_NORMED: Final = layer_of(attention(), head_norms())
+_GLM: Final = layer_of(attention(biased=True), head_norms(), norms("post_attention_norm"))
+_DELTA_NET: Final = choice(
+    recurrent.is_recurrent, recurrent.delta_net, layer_of(attention(gated="query"), head_norms())
+)
+_QWEN_TAIL: Final = layer_of(norms("post_attention_norm"), _GATED_SHARED_MOE)
+_QWEN_NEXTN: Final = layer_of(attention(gated="query"), head_norms(), _QWEN_TAIL, nextn_tensors)
 
 ARCHITECTURES: Final = {
-    "gemma4": Architecture(keys=_gemma4_keys, block=_gemma4_block, outer=_gemma4_outer, check=_gemma4_check),
-    "llama": Architecture(keys=_llama_keys, block=_llama_block, outer=_outer, check=_experts_everywhere),
-    "qwen3moe": Architecture(
-        keys=_qwen3moe_keys, block=_qwen3moe_block, outer=_outer, check=_experts_everywhere
+    "afmoe": Architecture(
+        keys=_plus(
+            _sigmoid, attention__sliding_window=u32(_WINDOW_TOKENS), attention__sliding_window_pattern=u32(2)
+        ),
+        block=layer_of(
+            attention(gated="own"),
+            head_norms(),
+            norms("post_attention_norm", "ffn_norm", "post_ffw_norm"),
+            leading_dense(dense_ffn, _BIASED_SHARED_MOE),
+        ),
+        dense_first=True,
+    ),
+    "arctic": Architecture(
+        keys=_plus(_experts_are_the_ffn, _whole_rope),
+        block=layer_of(attention(), norms("ffn_norm"), _arctic_dense, _MOE),
+        square=True,
+    ),
+    "bailingmoe": Architecture(
+        keys=_plus(_shared_one, _whole_rope),
+        block=layer_of(attention(), norms("ffn_norm"), _SHARED_MOE),
+    ),
+    "bailingmoe2": Architecture(
+        keys=_plus(_sigmoid, _whole_rope),
+        block=layer_of(
+            attention(fused=True),
+            head_norms(),
+            norms("ffn_norm"),
+            leading_dense(dense_ffn, _BIASED_SHARED_MOE),
+        ),
+        dense_first=True,
+        square=True,
+    ),
+    "dbrx": Architecture(
+        keys=_plus(
+            _experts_are_the_ffn,
+            attention__layer_norm_epsilon=f32(1e-5),
+            attention__clamp_kqv=f32(8.0),
+        ),
+        block=layer_of(attention(fused=True), norms("attn_output_norm"), _MOE),
+        square=True,
+    ),
+    "deepseek": Architecture(
+        keys=_plus(_shared_one, _whole_rope),
+        block=layer_of(attention(), norms("ffn_norm"), leading_dense(dense_ffn, _SHARED_MOE)),
+        dense_first=True,
+        square=True,
+    ),
+    "deepseek2": Architecture(
+        keys=_plus(_sigmoid, latent.keys),
+        block=layer_of(latent.attention, norms("ffn_norm"), leading_dense(dense_ffn, _BIASED_SHARED_MOE)),
+        dense_first=True,
+    ),
+    "dots1": Architecture(
+        keys=lambda shape: _sigmoid(shape) | {"attention.head_count_kv": u32(shape.heads)},
+        block=layer_of(
+            attention(every_head_kv=True),
+            head_norms(),
+            norms("ffn_norm"),
+            leading_dense(dense_ffn, _BIASED_SHARED_MOE),
+        ),
+        dense_first=True,
+    ),
+    "ernie4_5-moe": Architecture(
+        keys=lambda shape: (
+            _shared_width(shape)
+            | {
+                "interleave_moe_layer_step": u32(1),
+                "leading_dense_block_count": u32(shape.dense_layers),
+            }
+        ),
+        block=layer_of(attention(), norms("ffn_norm"), leading_dense(dense_ffn, _BIASED_SHARED_MOE)),
+        dense_first=True,
+    ),
+    "exaone-moe": Architecture(
+        keys=_plus(
+            _sigmoid,
+            _shared_width,
+            attention__sliding_window=u32(_WINDOW_TOKENS),
+            attention__sliding_window_pattern=u32(2),
+        ),
+        block=layer_of(_QK_NORMED, norms("ffn_norm"), leading_dense(dense_ffn, _BIASED_SHARED_MOE)),
+        dense_first=True,
+    ),
+    "gemma4": Architecture(
+        keys=_gemma4_keys,
+        block=layer_of(
+            attention(),
+            # Scores are not divided by sqrt(head_dim) in the graph; the query's norm does it.
+            head_norms(query_centre=lambda shape: 1 / math.sqrt(shape.head_dim)),
+            norms("post_attention_norm", "ffn_norm"),
+            dense_ffn,
+            norms("post_ffw_norm"),
+            leading_dense(_NOTHING, _gemma4_experts),
+        ),
+        outer=_gemma4_outer,
+        dense_first=True,
+    ),
+    "glm4moe": Architecture(
+        keys=_sigmoid,
+        block=layer_of(_GLM, leading_dense(dense_ffn, _BIASED_SHARED_MOE)),
+        dense_first=True,
+        nextn=layer_of(_GLM, _BIASED_SHARED_MOE, nextn_tensors),
+    ),
+    "gpt-oss": Architecture(
+        keys=_plus(_expert_width, attention__sliding_window=u32(128)),
+        block=layer_of(
+            attention(biased=True),
+            biases_of_width("attn_output"),
+            sinks,
+            norms("post_attention_norm"),
+            _MOE,
+            expert_biases,
+        ),
+    ),
+    "granitehybrid": Architecture(
+        keys=_plus(_experts_are_the_ffn, recurrent.mamba2_keys, logit_scale=f32(1.0)),
+        block=layer_of(
+            choice(recurrent.is_recurrent, recurrent.mamba2, attention()), norms("ffn_norm"), _MOE
+        ),
+    ),
+    "granitemoe": Architecture(
+        keys=_plus(
+            _experts_are_the_ffn,
+            logit_scale=f32(1.0),
+            residual_scale=f32(0.5),
+            embedding_scale=f32(2.0),
+            attention__scale=f32(0.1),
+        ),
+        block=layer_of(attention(), norms("ffn_norm"), _MOE),
+    ),
+    "grok": Architecture(
+        keys=_plus(_expert_width, _whole_rope, embedding_scale=f32(1.0), logit_scale=f32(1.0)),
+        block=layer_of(
+            attention(), norms("attn_output_norm", "ffn_norm"), _MOE, dense_ffn, norms("layer_output_norm")
+        ),
+        square=True,
+    ),
+    "grovemoe": Architecture(
+        keys=lambda shape: (
+            _expert_width(shape)
+            | {
+                "expert_chunk_feed_forward_length": u32(shape.expert_width),
+                "expert_group_scale": f32(0.05),
+                "experts_per_group": u32(2),
+            }
+        ),
+        block=layer_of(_QK_NORMED, norms("ffn_norm"), _MOE, _grove_chunks),
+    ),
+    "hunyuan-moe": Architecture(
+        keys=_plus(_shared_width, _experts_are_the_ffn),
+        block=layer_of(_QK_NORMED, norms("ffn_norm"), _SHARED_MOE),
+    ),
+    "jamba": Architecture(
+        keys=_plus(_experts_are_the_ffn, recurrent.mamba_keys),
+        block=layer_of(
+            choice(recurrent.is_recurrent, recurrent.mamba, attention()),
+            norms("ffn_norm"),
+            choice(_interleaved, _MOE, _narrow_ffn),
+        ),
+        square=True,
+    ),
+    "lfm2moe": Architecture(
+        keys=lambda shape: (
+            _expert_width(shape)
+            | {
+                "attention.head_count_kv": recurrent.kv_heads_by_layer(shape),
+                "leading_dense_block_count": u32(shape.dense_layers),
+                "expert_gating_func": u32(_SIGMOID),
+                "shortconv.l_cache": u32(3),
+            }
+        ),
+        block=layer_of(
+            choice(recurrent.is_recurrent, recurrent.short_convolution, _QK_NORMED),
+            norms("ffn_norm"),
+            leading_dense(dense_ffn, _BIASED_MOE),
+        ),
+        outer=_lfm2_outer,
+        dense_first=True,
+        square=True,
+    ),
+    "llama": Architecture(
+        keys=_plus(_experts_are_the_ffn, _whole_rope),
+        block=layer_of(attention(), norms("ffn_norm"), _MOE),
+    ),
+    "llama4": Architecture(
+        keys=_plus(_expert_width, _whole_rope, interleave_moe_layer_step=u32(2)),
+        block=layer_of(attention(), norms("ffn_norm"), choice(_interleaved, _SHARED_MOE, dense_ffn)),
+    ),
+    "mellum": Architecture(
+        keys=_plus(
+            _expert_width,
+            attention__sliding_window=u32(_WINDOW_TOKENS),
+            attention__sliding_window_pattern=u32(2),
+        ),
+        block=layer_of(_QK_NORMED, norms("ffn_norm"), _MOE),
+    ),
+    "mimo2": Architecture(
+        keys=lambda shape: (
+            _expert_width(shape)
+            | {
+                "attention.sliding_window": u32(_WINDOW_TOKENS),
+                "attention.sliding_window_pattern": booleans(_windows(shape)),
+            }
+        ),
+        block=layer_of(attention(), sinks, norms("ffn_norm"), leading_dense(dense_ffn, _BIASED_MOE)),
+        dense_first=True,
+    ),
+    "minimax-m2": Architecture(
+        keys=_plus(_experts_are_the_ffn, _expert_width, expert_gating_func=u32(_SIGMOID)),
+        block=layer_of(attention(), wide_norms, norms("ffn_norm"), _BIASED_MOE),
+    ),
+    "nemotron_h_moe": Architecture(
+        keys=recurrent.nemotron_keys,
+        block=choice(
+            _interleaved,
+            layer_of(
+                norms("attn_norm"), router, selection_bias, ungated_experts, shared_expert(up_gate=False)
+            ),
+            choice(lambda _, layer: layer % 4 == 0, recurrent.mamba2, attention()),
+        ),
+    ),
+    "olmoe": Architecture(
+        keys=lambda shape: _experts_are_the_ffn(shape) | {"attention.head_count_kv": u32(shape.heads)},
+        block=layer_of(attention(every_head_kv=True), norms("attn_q_norm", "attn_k_norm", "ffn_norm"), _MOE),
+        square=True,
+    ),
+    "phimoe": Architecture(
+        keys=_plus(_experts_are_the_ffn, _whole_rope),
+        block=layer_of(
+            attention(biased=True),
+            norms("ffn_norm"),
+            biases_of_width("attn_norm", "attn_output", "ffn_norm"),
+            _MOE,
+        ),
+        outer=_phimoe_outer,
+        square=True,
+    ),
+    "qwen2moe": Architecture(
+        keys=_shared_width,
+        block=layer_of(attention(biased=True), norms("ffn_norm"), _GATED_SHARED_MOE),
+        square=True,
+    ),
+    "qwen35moe": Architecture(
+        keys=lambda shape: (
+            _shared_width(shape)
+            | recurrent.delta_net_keys(shape)
+            | {"rope.dimension_sections": i32s([shape.head_dim // part for part in (4, 8, 8)] + [0])}
+        ),
+        block=layer_of(_DELTA_NET, _QWEN_TAIL),
+        nextn=_QWEN_NEXTN,
+    ),
+    "qwen3moe": Architecture(keys=_expert_width, block=layer_of(_QK_NORMED, norms("ffn_norm"), _MOE)),
+    "qwen3next": Architecture(
+        keys=_plus(_shared_width, recurrent.delta_net_keys),
+        block=layer_of(_DELTA_NET, _QWEN_TAIL),
+        nextn=_QWEN_NEXTN,
+    ),
+    "smallthinker": Architecture(
+        keys=_plus(_expert_width, expert_gating_func=u32(_SIGMOID)),
+        block=layer_of(attention(), norms("ffn_norm"), _MOE),
     ),
 }
 """By the name in `general.architecture`."""

@@ -57,7 +57,9 @@ Part = Callable[["ModelShape", int], Iterator[TensorSpec]]
 
 
 def full_name(layer: int | None, name: str) -> str:
-    """`name` as it stands in the file; one that has a dot keeps its own ending."""
+    """`name` as it stands in the file; one with a dot keeps its ending, one with "blk." its all."""
+    if name.startswith("blk."):
+        return name
     prefix = "" if layer is None else f"blk.{layer}."
     return prefix + name if "." in name else f"{prefix}{name}.weight"
 

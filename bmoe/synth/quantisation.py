@@ -14,7 +14,7 @@ from bmoe.io.errors import UsageError
 from bmoe.synth.blocks import RANDOM_TYPES
 
 if TYPE_CHECKING:
-    from bmoe.synth.architectures import TensorSpec
+    from bmoe.synth.parts import TensorSpec
 
 MIXTURE: Final = "Q4_K_M"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from bmoe.gguf_header import DEFAULT_ALIGNMENT_BYTES
 from bmoe.io.errors import UsageError
 from bmoe.synth import metadata
 from bmoe.synth.architectures import model_metadata, model_tensors
@@ -20,15 +21,16 @@ from bmoe.synth.blocks import random_chunks
 from bmoe.synth.quantisation import block_type
 from bmoe.synth.report import SynthReport, expert_bytes_by_layer
 from bmoe.synth.tokenizer import byte_tokenizer, tokenizer_of
-from bmoe.synth.writer import DEFAULT_ALIGNMENT_BYTES, PlannedTensor, write_model
+from bmoe.synth.writer import PlannedTensor, write_model, write_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bmoe.synth.architectures import TensorSpec
+    from bmoe.synth.parts import TensorSpec
     from bmoe.synth.shape import ModelShape
 
 MAX_SEED: Final = 2**64 - 1
+_MAX_SHARDS: Final = 99_999
 _ROUTER_ROWS: Final = (0.4, 1.6)  # the shortest and the longest row, as a multiple of the deviation
 
 
@@ -40,6 +42,9 @@ def random_model(
     tokenizer_from: str | None = None,
     seed: int = 1,
     alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    phase_bytes: int | None = None,
+    shards: int = 1,
+    bare_first: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SynthReport:
     """Writes a model of random weights to `destination`.
@@ -55,6 +60,9 @@ def random_model(
             spells bytes, with a vocabulary of 259.
         seed: From 0 to 2**64 - 1.
         alignment_bytes: Of the tensors' offsets.
+        phase_bytes: Where the first tensor lies within a page of 4 KiB.
+        shards: More than one makes a split set, with tensors dealt to its files in turn.
+        bare_first: Its first file has metadata only.
         on_progress: Called with (bytes done, bytes in total).
 
     Raises:
@@ -63,6 +71,10 @@ def random_model(
         FileError: A file cannot be read or written, or the drive is too full.
     """
     check_seed(seed)
+    if not 1 + bare_first <= shards <= _MAX_SHARDS or (shards > 1 and phase_bytes is not None):
+        raise UsageError(
+            f"shards {shards}: must be up to {_MAX_SHARDS}, two for a bare first, without a phase"
+        )
     tokenizer = byte_tokenizer() if tokenizer_from is None else tokenizer_of(tokenizer_from)
     entries = {
         "general.architecture": metadata.text(shape.architecture),
@@ -75,21 +87,33 @@ def random_model(
         _planned(spec, block_type(quantisation, spec), seed)
         for spec in model_tensors(shape, tokenizer.vocabulary)
     ]
-    size_bytes = write_model(
-        destination,
-        metadata=entries,
-        tensors=tensors,
-        alignment_bytes=alignment_bytes,
-        on_progress=on_progress,
-    )
+    if shards > 1:
+        filled = shards - bare_first
+        destination, size_bytes = write_split(
+            destination,
+            metadata=entries,
+            shards=[()] * bare_first + [tensors[start::filled] for start in range(filled)],
+            alignment_bytes=alignment_bytes,
+            on_progress=on_progress,
+        )
+    else:
+        size_bytes = write_model(
+            destination,
+            metadata=entries,
+            tensors=tensors,
+            alignment_bytes=alignment_bytes,
+            phase_bytes=phase_bytes,
+            on_progress=on_progress,
+        )
+    expert_bytes = expert_bytes_by_layer(tensors, shape.experts)
     return SynthReport(
         path=destination,
         size_bytes=size_bytes,
         architecture=shape.architecture,
-        moe_layers=shape.moe_layers,
+        moe_layers=len(expert_bytes),
         experts=shape.experts,
         top_k=shape.top_k,
-        expert_bytes=expert_bytes_by_layer(tensors, shape.experts),
+        expert_bytes=expert_bytes,
     )
 
 

@@ -17,7 +17,7 @@ class SynthReport:
     """A model that was written.
 
     Attributes:
-        path: The file.
+        path: The file, the first of a split set.
         size_bytes: Its size.
         architecture: As llama.cpp knows it.
         moe_layers: Layers with experts.

@@ -31,6 +31,7 @@ class ModelShape:
         expert_width: Hidden units of one expert.
         dense_width: Hidden units of a dense or shared feed-forward, where the architecture has one.
         dense_layers: Leading layers without experts, where the architecture allows them.
+        nextn_layers: Multi-token-prediction blocks behind the layers, where the architecture allows them.
         context: The context length the model claims to be trained for.
         rope_base: Base of the rotary frequencies.
         rms_epsilon: Of the norms.
@@ -50,6 +51,7 @@ class ModelShape:
     expert_width: int
     dense_width: int = 0
     dense_layers: int = 0
+    nextn_layers: int = 0
     context: int = 4096
     rope_base: float = 1e6
     rms_epsilon: float = 1e-6
@@ -66,6 +68,7 @@ class ModelShape:
             ("expert_width", 1, _MAX_EXTENT),
             ("dense_width", 0, _MAX_EXTENT),
             ("dense_layers", 0, MAX_LAYERS),
+            ("nextn_layers", 0, MAX_LAYERS - self.layers),
             ("context", 1, 1 << 30),
         ):
             value = getattr(self, name)
@@ -81,11 +84,6 @@ class ModelShape:
             raise UsageError(f"head_dim {self.head_dim}: must be even, rotary positions turn pairs")
         if not self.rope_base > 0 or not self.rms_epsilon > 0:
             raise UsageError("rope_base and rms_epsilon must be above zero")
-
-    @property
-    def moe_layers(self) -> int:
-        """Layers that have experts."""
-        return self.layers - self.dense_layers
 
 
 def _qwen3_30b(layers: int) -> ModelShape:

@@ -15,7 +15,7 @@ from bmoe.synth import metadata
 from bmoe.synth.reader import read_model
 
 if TYPE_CHECKING:
-    from bmoe.synth.metadata import MetadataValue
+    from bmoe.gguf_values import MetadataValue
 
 _TOKENS: Final = "tokenizer.ggml.tokens"
 

@@ -21,17 +21,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
+from bmoe.gguf_types import packed_bytes
 from bmoe.io.errors import FormatError, ReadError, UsageError
 from bmoe.synth import metadata
-from bmoe.synth.architectures import ROUTER_SPREAD
 from bmoe.synth.blocks import CHUNK_BYTES
+from bmoe.synth.parts import ROUTER_SPREAD
 from bmoe.synth.random_model import check_seed, router_chunks
 from bmoe.synth.reader import SourceModel, SourceTensor, read_exactly, read_model
 from bmoe.synth.report import SynthReport, expert_bytes_by_layer
 from bmoe.synth.shape import MAX_EXPERTS
-from bmoe.synth.writer import PlannedTensor, tensor_bytes, write_model
+from bmoe.synth.writer import PlannedTensor, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,12 +171,12 @@ def _layer(path: str, layer: int, parts: dict[str, SourceTensor], experts: int) 
             path=path,
             got=f"gate {gate.shape}, up {up.shape}, down {down.shape}",
         )
-    block_units = math.lcm(_MIN_BLOCK_UNITS, GGML_QUANT_SIZES[down.kind][0])
+    block_units = math.lcm(_MIN_BLOCK_UNITS, down.kind.block_values)
     units = down.shape[0]
     if units % block_units or math.factorial(min(units // block_units, 8)) < experts:
         raise FormatError(
-            f"{units} hidden units of {down.kind.name} cannot be put in {experts} different orders by whole "
-            f"blocks of {block_units}",
+            f"{units} hidden units of {_kind(down).name} cannot be put in {experts} different orders by "
+            f"whole blocks of {block_units}",
             path=path,
             field=down.name,
         )
@@ -191,7 +192,10 @@ def _planned(
         match = _FEED_FORWARD.fullmatch(tensor.name)
         if not match:
             yield PlannedTensor(
-                name=tensor.name, kind=tensor.kind, shape=tensor.shape, chunks=partial(source.copy, tensor)
+                name=tensor.name,
+                kind=_kind(tensor),
+                shape=tensor.shape,
+                chunks=partial(source.copy, tensor),
             )
             continue
         number, projection = int(match[1]), match[2]
@@ -203,7 +207,7 @@ def _planned(
         permute = source.permuted_columns if projection == "down" else source.permuted_rows
         yield PlannedTensor(
             name=f"blk.{number}.ffn_{projection}_exps.weight",
-            kind=tensor.kind,
+            kind=_kind(tensor),
             shape=(*tensor.shape, experts),
             chunks=partial(permute, tensor, orders, layer.block_units),
         )
@@ -217,6 +221,10 @@ def _router(name: str, width: int, experts: int, seed: int) -> PlannedTensor:
         shape=(width, experts),
         chunks=partial(router_chunks, width, experts, deviation=deviation, seed=seed, name=name),
     )
+
+
+def _kind(tensor: SourceTensor) -> GGMLQuantizationType:
+    return GGMLQuantizationType(tensor.kind.code)
 
 
 def _orders(blocks: int, experts: int, seed: int, layer: int) -> list[NDArray[np.intp]]:
@@ -253,7 +261,7 @@ class _Source:
         self, tensor: SourceTensor, orders: list[NDArray[np.intp]], block_rows: int
     ) -> Iterator[memoryview]:
         """For each order, the tensor with its blocks of rows in that order."""
-        block_bytes = block_rows * tensor_bytes(tensor.kind, tensor.shape[:1])
+        block_bytes = block_rows * packed_bytes(tensor.kind, tensor.shape[:1])
         per_chunk = max(1, CHUNK_BYTES // block_bytes)
         for order in orders:
             for start in range(0, len(order), per_chunk):
@@ -268,8 +276,8 @@ class _Source:
         self, tensor: SourceTensor, orders: list[NDArray[np.intp]], block_columns: int
     ) -> Iterator[memoryview]:
         """For each order, the tensor with its blocks of columns in that order."""
-        row_bytes = tensor_bytes(tensor.kind, tensor.shape[:1])
-        block_bytes = tensor_bytes(tensor.kind, (block_columns,))
+        row_bytes = packed_bytes(tensor.kind, tensor.shape[:1])
+        block_bytes = packed_bytes(tensor.kind, (block_columns,))
         rows_per_chunk = max(1, CHUNK_BYTES // row_bytes)
         for order in orders:
             for start in range(0, tensor.shape[1], rows_per_chunk):

@@ -15,22 +15,27 @@ from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from bmoe.gguf_header import (
+    ALIGNMENT_KEY,
+    DEFAULT_ALIGNMENT_BYTES,
+    MAGIC,
+    MAX_ALIGNMENT_BYTES,
+    MAX_NAME_BYTES,
+    MIN_ALIGNMENT_BYTES,
+    is_alignment,
+)
 from bmoe.io.errors import FileError, UsageError
-from bmoe.synth.metadata import string_bytes, u32
+from bmoe.synth.metadata import i32, string_bytes, text, u16, u32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bmoe.synth.metadata import MetadataValue
+    from bmoe.gguf_values import MetadataValue
 
-MAGIC: Final = b"GGUF"
 VERSION: Final = 3
-DEFAULT_ALIGNMENT_BYTES: Final = 32
-ALIGNMENT_KEY: Final = "general.alignment"
-MIN_ALIGNMENT_BYTES: Final = 8
-MAX_ALIGNMENT_BYTES: Final = 1 << 20
 _PUSH_BYTES: Final = 32 << 20
-MAX_NAME_BYTES: Final = 63  # GGML_MAX_NAME holds the terminating zero too
+_PAGE_BYTES: Final = 4096
+_PADDING_KEY: Final = "bmoe.padding"
 
 Chunk = bytes | bytearray | memoryview
 
@@ -42,12 +47,6 @@ def tensor_bytes(kind: GGMLQuantizationType, shape: Sequence[int]) -> int:
     for extent in shape:
         values *= extent
     return values // block_values * block_bytes
-
-
-def is_alignment(alignment_bytes: int) -> bool:
-    """Whether tensors may be aligned to that."""
-    in_range = MIN_ALIGNMENT_BYTES <= alignment_bytes <= MAX_ALIGNMENT_BYTES
-    return in_range and not alignment_bytes & (alignment_bytes - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +72,56 @@ class PlannedTensor:
         return tensor_bytes(self.kind, self.shape)
 
 
+def write_split(
+    destination: str,
+    *,
+    metadata: Mapping[str, MetadataValue],
+    shards: Sequence[Sequence[PlannedTensor]],
+    alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[str, int]:
+    """Writes a split set: the metadata in the first file, in the others what says where they belong.
+
+    Args:
+        destination: What the set is named after; `x.gguf` becomes `x-00001-of-0000N.gguf` and so on.
+        metadata: As for `write_model`.
+        shards: The tensors of each file, none allowed.
+        alignment_bytes: As for `write_model`.
+        on_progress: Called with (bytes done, bytes in total) of the file being written.
+
+    Returns:
+        The path of the first file, and the size of all.
+
+    Raises:
+        UsageError, FileError: As `write_model`; files that are complete stay.
+    """
+    stem = destination.removesuffix(".gguf")
+    count = len(shards)
+    paths = [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    total = 0
+    for number, (path, tensors) in enumerate(zip(paths, shards, strict=True)):
+        place = {
+            "split.no": u16(number),
+            "split.count": u16(count),
+            "split.tensors.count": i32(sum(map(len, shards))),
+        }
+        total += write_model(
+            path,
+            metadata={**metadata, **place} if number == 0 else place,
+            tensors=tensors,
+            alignment_bytes=alignment_bytes,
+            on_progress=on_progress,
+        )
+    return paths[0], total
+
+
 def write_model(
     destination: str,
     *,
     metadata: Mapping[str, MetadataValue],
     tensors: Sequence[PlannedTensor],
     alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
+    phase_bytes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Writes `destination` whole or not at all, replacing what was there.
@@ -91,13 +134,15 @@ def write_model(
         metadata: Key values, written in this order; the alignment is added where it is not 32.
         tensors: Written in this order.
         alignment_bytes: What tensor offsets are multiples of: a power of two from 8 to 1 MiB.
+        phase_bytes: Where the first tensor lies within a page of 4 KiB: a multiple of the alignment.
+            Metadata is padded for it.
         on_progress: Called with (bytes done, bytes in total), at the end with two equal numbers.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
-        UsageError: The alignment is no such power of two.
+        UsageError: The alignment is no such power of two, or the phase none of its multiples.
         FileError: The drive is too full, or the operating system refused.
     """
     if not is_alignment(alignment_bytes):
@@ -106,6 +151,14 @@ def write_model(
             f"{MAX_ALIGNMENT_BYTES} bytes"
         )
     header = _header(metadata, tensors, alignment_bytes)
+    if phase_bytes is not None:
+        if not 0 <= phase_bytes < _PAGE_BYTES or phase_bytes % alignment_bytes:
+            raise UsageError(
+                f"phase {phase_bytes}: must be a multiple of {alignment_bytes} below {_PAGE_BYTES}"
+            )
+        bare = len(_header({**metadata, _PADDING_KEY: text("")}, tensors, alignment_bytes))
+        padding = text("." * ((phase_bytes - bare) % _PAGE_BYTES))
+        header = _header({**metadata, _PADDING_KEY: padding}, tensors, alignment_bytes)
     total = len(header) + sum(_padded(tensor.size_bytes, alignment_bytes) for tensor in tensors)
     with _replacing(destination, total) as descriptor:
         done = pushed = 0

@@ -226,14 +226,16 @@ static void vacate(struct bm_engine *e, int32_t slice) {
     e->present[t->d.first_entry + slice - t->d.first_slice]--;
 }
 
-/* A read that failed for good, or was given up: the slice is absent again, its pins stay. Returns the slot. */
-BM_API int32_t bm_abandon(struct bm_engine *e, int32_t slot) {
+/* A read that failed for good: the slice is absent again, its pins stay. With `again`, one that is pinned is
+ * WANTED instead: the caller reads it anew. Returns whether it is. */
+BM_API int bm_abandon(struct bm_engine *e, int32_t slot, int again) {
     int32_t slice = e->slot_slice[slot];
-    uint32_t s = atomic_load(&e->state[slice]);
-    while (!atomic_compare_exchange_weak(&e->state[slice], &s, s & ~3u)) {
-    }
+    uint32_t s = atomic_load(&e->state[slice]), n;
+    do {
+        n = (s & ~3u) | (again && s >= BM_PIN ? BM_WANTED : BM_ABSENT);
+    } while (!atomic_compare_exchange_weak(&e->state[slice], &s, n));
     vacate(e, slice);
-    return slot;
+    return (n & BM_STATE_MASK) == BM_WANTED;
 }
 
 /* Takes a slice out of its slot unless it is in use or, without `force`, about to be. Returns the slot,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 BackendName = Literal["uring", "threads"]
 
 _CHUNK_BYTES: Final = 64 << 20
+_LEAST_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +100,9 @@ async def measure(
     """
     reader = open_backend(backend, lanes)
     queue = ReadQueue(reader, max(file.block_bytes for file in files), lanes)
-    with SlotMemory(slot_bytes(walk.max_window_bytes, files), lanes, _CHUNK_BYTES) as memory:
+    size = slot_bytes(walk.max_window_bytes, files)
+    # More slots than lanes where they are small: else they would not lie in huge pages, as the engine's do.
+    with SlotMemory(size, max(lanes, _LEAST_BYTES // size), _CHUNK_BYTES) as memory:
         try:
             file_ids = [queue.add_file(file) for file in files]
             buffers = await open_buffers(reader, memory, register=register)
@@ -107,6 +110,7 @@ async def measure(
                 files,
                 file_ids,
                 walk,
+                lanes=lanes,
                 queue=queue,
                 memory=memory,
                 buffers=buffers,
@@ -155,6 +159,7 @@ class _Run:
         file_ids: Sequence[int],
         walk: Walk,
         *,
+        lanes: int,
         queue: ReadQueue,
         memory: SlotMemory,
         buffers: Sequence[int],
@@ -166,7 +171,6 @@ class _Run:
         self.submission_ns: list[int] = []
         self.completion_ns: list[int] = []
         self.cpu_ns = (0, 0)
-        lanes = memory.slots
         self._sizes = [file.size_bytes for file in files]
         self._file_ids = file_ids
         self._walk = walk
@@ -186,7 +190,7 @@ class _Run:
         """Until the window is over and nothing is in flight."""
         self._queue.start(asyncio.get_running_loop(), self._on_done, self._on_error)
         gc.collect()
-        self._read(list(range(self._memory.slots)))
+        self._read(list(range(len(self._targets))))
         await self._drained.wait()
         if self._error is not None:
             raise self._error
