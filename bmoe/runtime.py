@@ -8,6 +8,7 @@ All methods are called from one thread at a time, in practice the session's deco
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import os
 import threading
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 _ABORTED = 2
 _NO_KV_SLOT = 1
-_lazy_lock = threading.Lock()
+# One load at a time: what is changed for it is process-wide, and its new mappings must be told apart.
+_loading = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,21 +67,22 @@ def refuse_unsafe_environment() -> None:
 
 
 class LazyMap:
-    """For the duration of a load, makes llama.cpp map the file without reading it (docs/seam.md)."""
+    """For the duration of a load, makes llama.cpp map the file without reading it (docs/seam.md).
+
+    For one load at a time.
+    """
 
     def __init__(self) -> None:
         self.active = False
 
     def __enter__(self) -> Self:
-        # Not left to the native lock: waiting for that would keep the GIL, which the loader's log needs.
-        _lazy_lock.acquire()
+        # `_loading` is held: waiting for the native lock would keep the GIL, which the loader's log needs.
         self.active = bool(lib.bm_lazy_map_begin())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.active:
             lib.bm_lazy_map_end()
-        _lazy_lock.release()
 
 
 def file_mappings(path: str) -> dict[int, int]:
@@ -106,17 +109,24 @@ class Model:
     Args:
         config: How to load it.
         lazy: Map without reading; for streaming.
+        files: The model's files, to tell where they are mapped.
         on_progress: Called with the loaded fraction; returning False stops the load.
 
     Attributes:
         lazy_map: Whether the file was mapped without populating it (False when the guard said no).
+        new_mappings: Per file, (address of its first byte, length in bytes) of every mapping made here.
 
     Raises:
         BmoeError: llama.cpp does not load the file; its own words are in the message.
     """
 
     def __init__(
-        self, config: RuntimeConfig, *, lazy: bool, on_progress: Callable[[float], bool] | None = None
+        self,
+        config: RuntimeConfig,
+        *,
+        lazy: bool,
+        files: Sequence[str] = (),
+        on_progress: Callable[[float], bool] | None = None,
     ) -> None:
         L = llama()  # noqa: N806 (llama.cpp's module)
         params = L.llama_model_default_params()
@@ -132,14 +142,15 @@ class Model:
             progress = on_progress
             callback = type(params.progress_callback)(lambda fraction, _: progress(fraction))
             params.progress_callback = callback
-        with log_lines() as lines:
-            if lazy:
-                with LazyMap() as lazy_map:
-                    self.handle = L.llama_model_load_from_file(os.fsencode(config.path), params)
-                self.lazy_map = lazy_map.active
-            else:
+        with log_lines() as lines, _loading:
+            before = [file_mappings(path) for path in files]
+            with LazyMap() if lazy else contextlib.nullcontext() as lazy_map:
                 self.handle = L.llama_model_load_from_file(os.fsencode(config.path), params)
-                self.lazy_map = False
+            self.lazy_map = lazy_map is not None and lazy_map.active
+            self.new_mappings = [
+                [m for m in file_mappings(path).items() if m[0] not in old]
+                for path, old in zip(files, before, strict=True)
+            ]
         if not self.handle:
             why = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
             raise BmoeError(f"llama.cpp does not load {config.path}: {why}")

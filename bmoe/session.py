@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
 from bmoe.io.memory_figures import available_bytes, process_memory
 from bmoe.io.scheduling import set_slice_ns
+from bmoe.llama_library import llama
 from bmoe.llama_library import llama
 from bmoe.model import lay_out
 from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
@@ -44,7 +45,6 @@ from bmoe.runtime import (
     Model,
     RuntimeConfig,
     TextDecoder,
-    file_mappings,
     refuse_unsafe_environment,
 )
 from bmoe.streaming import StreamingEngine
@@ -64,6 +64,21 @@ _T = TypeVar("_T")
 
 # A busy Python thread keeps the GIL this long before the event loop gets its turn; the default is 5 ms.
 _SWITCH_INTERVAL_S = 50e-6
+
+
+_switch_interval: list[float] = []
+
+
+def _shorten_switch_interval() -> None:
+    """For as long as any session is open; what was set before comes back with the last one's close."""
+    _switch_interval.append(sys.getswitchinterval() if not _switch_interval else _switch_interval[0])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
+def _restore_switch_interval() -> None:
+    before = _switch_interval.pop()
+    if not _switch_interval:
+        sys.setswitchinterval(before)
 
 
 class Session:
@@ -91,7 +106,7 @@ class Session:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
         self._cancelled = threading.Event()
         self._stop_flag = ctypes.c_int(0)
-        self._switch_interval = sys.getswitchinterval()
+        self._shortened = False
         self._slice_ns: int | None = None
         self._closed = False
         # Opening counts as busy: it can be cancelled.
@@ -144,6 +159,7 @@ class Session:
             layout = layout.with_top_k(config.n_expert_used)
             overrides = ((f"{layout.facts.architecture}.expert_used_count", layout.top_k),)
         llama()
+        await self._in_thread(llama)  # not before the file is known to be one that it can be given
         bind_ggml()
         if config.mode == "stream" and not layout.is_moe:
             raise UsageError(f"{config.model_path} has no expert tensors to stream", hint="use --resident")
@@ -169,7 +185,8 @@ class Session:
             await self._load_resident(layout, runtime, on_progress)
         gc.collect()
         gc.freeze()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        _shorten_switch_interval()
+        self._shortened = True
         if stream:
             self._slice_ns = set_slice_ns()
         self.load_report = LoadReport(
@@ -199,10 +216,9 @@ class Session:
             ubatch_tokens=runtime.ubatch_tokens,
         )
         await streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
-        before = [file_mappings(p) for p in layout.facts.paths]
-        await self._in_thread(lambda: self._load_model(runtime, lazy=True))
+        await self._in_thread(lambda: self._load_model(runtime, lazy=True, files=layout.facts.paths))
         for number, path in enumerate(layout.facts.paths):
-            new = [m for m in file_mappings(path).items() if m[0] not in before[number]]
+            new = self.model.new_mappings[number]
             if not new and not layout.uses_file(number):
                 continue  # llama.cpp unmaps a shard that has only metadata, or nothing that is loaded
             if len(new) != 1:
@@ -238,9 +254,14 @@ class Session:
     # On the decode thread, so that whoever cancels `open` still finds what came into being.
 
     def _load_model(
-        self, runtime: RuntimeConfig, *, lazy: bool, on_progress: Callable[[float], bool] | None = None
+        self,
+        runtime: RuntimeConfig,
+        *,
+        lazy: bool,
+        files: Sequence[str] = (),
+        on_progress: Callable[[float], bool] | None = None,
     ) -> None:
-        self.model = Model(runtime, lazy=lazy, on_progress=on_progress)
+        self.model = Model(runtime, lazy=lazy, files=files, on_progress=on_progress)
 
     def _make_context(self, runtime: RuntimeConfig, engine_handle: int | None) -> None:
         self.context = Context(self.model, runtime, engine_handle=engine_handle, stop_flag=self._stop_flag)
@@ -305,7 +326,9 @@ class Session:
             self.streaming = None
         self._executor.shutdown()
         gc.unfreeze()
-        sys.setswitchinterval(self._switch_interval)
+        if self._shortened:
+            self._shortened = False
+            _restore_switch_interval()
         if self._slice_ns is not None:
             set_slice_ns(self._slice_ns)
             self._slice_ns = None
@@ -332,14 +355,28 @@ class Session:
             result = await asyncio.shield(work)
         except asyncio.CancelledError:
             self.cancel()
-            await asyncio.wait((work,))
+            await self._wait_for(work)
             self._settle(work.exception())
             raise
         except (AbortedBatch, BmoeError) as error:
             failure = error
+        except BaseException:
+            self._settle(None)
+            raise
         if (reason := self._settle(failure)) is not None:
             raise reason
         return result
+
+    async def _wait_for(self, work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+        """Waits until the decode thread is done, whoever cancels the waiting; returns that, to be raised."""
+        interrupted: asyncio.CancelledError | None = None
+        while not work.done():
+            try:
+                await asyncio.wait((work,))
+            except asyncio.CancelledError as again:
+                self.cancel()
+                interrupted = again
+        return interrupted
 
     def _begin(self) -> None:
         with self._state:
@@ -403,9 +440,11 @@ class Session:
         finally:
             if not finished:
                 self.cancel()
-            failure = await work
-            error = self._settle(failure)
+            interrupted = await self._wait_for(work)
+            error = self._settle(work.result())
             self.summary = run.summary(error)
+            if interrupted is not None:
+                raise interrupted
         if error is not None:
             raise error
 

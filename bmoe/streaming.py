@@ -161,7 +161,8 @@ class StreamingEngine:
 
     def stop(self, reason: int) -> None:
         """Tells compute threads to leave; from any thread."""
-        lib.bm_stop(self.engine.handle, c_int32(reason))
+        if self.engine.handle:
+            lib.bm_stop(self.engine.handle, c_int32(reason))
 
     async def aclose(self) -> None:
         """Tears down. The llama_context must be gone; no compute thread runs."""

@@ -459,7 +459,8 @@ class Streamer:
             await self._grow(c)
         except MemoryBudgetError as error:
             self.growth_error = error
-        self._growing[c] = None
+        finally:
+            self._growing[c] = None
         if self._pending:
             self._guarded(self._pump)
 

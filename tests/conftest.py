@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 @pytest.fixture(autouse=True, scope="session")
 def _sessions_leave_the_garbage_to_python() -> Iterator[None]:
-    """A session collects garbage when it opens: 30 ms among pytest's own objects, for hundreds of sessions."""
+    """A session collects garbage when it opens: 30 ms among pytest's own objects, hundreds of times."""
     with pytest.MonkeyPatch.context() as patch:
         nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: None)
         patch.setattr("bmoe.session.gc", SimpleNamespace(**nothing))

@@ -109,8 +109,8 @@ class Native:
         result: int = lib.bm_ready(self.handle, int32s(slots), len(slots))
         return result
 
-    def abandon(self, slot: int) -> None:
-        lib.bm_abandon(self.handle, slot, 0)
+    def abandon(self, slot: int, *, again: bool) -> bool:
+        return bool(lib.bm_abandon(self.handle, slot, int(again)))
 
     def evict(self, slice_id: int, *, force: bool) -> int:
         slot: int = lib.bm_evict(self.handle, slice_id, int(force))

@@ -298,6 +298,16 @@ def test_cancel_without_a_generation_does_nothing() -> None:
     run(scenario())
 
 
+def test_a_failure_of_the_callers_own_on_the_decode_thread_leaves_the_session_usable() -> None:
+    async def scenario() -> None:
+        async with await Session.open(config(small_model())) as session:
+            with pytest.raises(ZeroDivisionError):
+                await session.on_decode_thread(lambda: 1 // 0)
+            assert await generated(session, PROMPT, N_PREDICT) == right_tokens()
+
+    run(scenario())
+
+
 def test_a_cancel_that_comes_too_late_is_not_the_next_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """From another thread, in the moment between a generation's end and the knowledge of it."""
 
@@ -418,14 +428,19 @@ def test_closing_the_generator_ends_the_generation() -> None:
     run(scenario())
 
 
-def test_cancelling_the_task_ends_the_generation() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_cancelling_the_task_ends_the_generation(times: int) -> None:
+    """The second time while the first still waits for the batch to end."""
+
     async def scenario() -> None:
         async with await Session.open(config(small_model())) as session:
             tokens: list[int] = []
             task = asyncio.ensure_future(generated(session, PROMPT, LONG, into=tokens))
             while not tokens:  # noqa: ASYNC110 (as above)
                 await asyncio.sleep(0)
-            task.cancel()
+            for _ in range(times):
+                task.cancel()
+                await asyncio.sleep(0)
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert await generated(session, PROMPT, N_PREDICT) == right_tokens()

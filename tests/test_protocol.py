@@ -284,8 +284,22 @@ class Protocol(RuleBasedStateMachine):
         assert slot is not None
         self.vacate(s)
         self.seat.pop(s, None)
-        self.native.abandon(slot)
+        assert not self.native.abandon(slot, again=False)
         self.stop(STOP_IO)  # a pinned slice that nobody reads must not be waited for
+
+    @precondition(lambda self: self.in_state(READING))
+    @rule(data=st.data())
+    def read_of_an_earlier_batch_fails(self, data: st.DataObject) -> None:
+        """Nobody's error; but a matmul of this batch may have come to count on it."""
+        s = data.draw(st.sampled_from(self.in_state(READING)))
+        slot = self.slot_of[s]
+        assert slot is not None
+        self.vacate(s)
+        self.seat.pop(s, None)
+        assert self.native.abandon(slot, again=True) == bool(self.pins[s])
+        if self.pins[s]:
+            self.state[s] = WANTED
+            self.pending.append(s)
 
     @rule()
     def cancel(self) -> None:

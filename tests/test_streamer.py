@@ -278,23 +278,27 @@ def test_a_slot_that_is_released_just_before_the_streamer_starves_is_seen(
     """Its release rings nobody, since nobody starves yet."""
 
     async def scenario() -> None:
-        async with asyncio.timeout(10), Rig(tmp_path, slots=(1, 1), policy="anything", seed=1) as rig:
-            assert await rig.matmul(0, [0])
-            assert rig.native.word(0) == (READY, 0)
+        async with asyncio.timeout(10), Rig(tmp_path, slots=(2, 1), policy="anything", seed=1) as rig:
+            for tensor in range(RANKS):
+                assert await rig.matmul(tensor, [0])
+            (gate,), (up, other) = rig.slices(0, [0]), rig.slices(1, [0, 1])
+            assert rig.native.word(gate) == rig.native.word(up) == (READY, 0)
             released: list[int] = []
 
             def release() -> None:
                 if not released:
-                    released.append(0)
-                    rig.native.unpin(0)
+                    released.append(up)
+                    rig.native.unpin(up)
 
             monkeypatch.setattr("bmoe.pipeline.streamer.lib", _BetweenLooks(release))
-            rig.native.announce(0, [0, 1])  # 0 is there, 1 needs the only slot
-            while not rig.native.is_ready(1):  # noqa: ASYNC110 (as above)
+            rig.native.announce(0, [0])
+            rig.native.announce(1, [0, 1])  # both slots are in use, and a third slice needs one
+            while not rig.native.is_ready(other):  # noqa: ASYNC110 (as above)
                 await asyncio.sleep(0)
-            assert released == [0]
-            rig.check(0, 1)
-            rig.native.unpin(1)
+            assert released == [up]
+            rig.check(1, other)
+            rig.native.unpin(other)
+            rig.native.unpin(gate)
 
     run(scenario())
 

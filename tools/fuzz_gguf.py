@@ -223,9 +223,13 @@ def judged(path: str, *, deep: bool) -> str:
     """The verdict on one file, in this process: refused, not loaded, no context, failed or accepted."""
     from bmoe.gguf_file import read_gguf
     from bmoe.io.errors import BmoeError
+    from bmoe.llama_library import llama
     from bmoe.model import lay_out
+    from bmoe.pipeline.native import bind_ggml
     from bmoe.runtime import Context, Model, RuntimeConfig
 
+    llama()
+    bind_ggml()
     try:
         lay_out(read_gguf(path))
     except BmoeError as error:

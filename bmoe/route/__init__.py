@@ -2,7 +2,7 @@
 
 from bmoe.route.lookups import Lookups, make_lookups
 from bmoe.route.reading import read_trace
-from bmoe.route.replay import replay
+from bmoe.route.outcomes import replay
 from bmoe.route.report import Report, Table
 from bmoe.route.trace import RouteTrace
 

@@ -89,7 +89,9 @@ def analyze(trace: RouteTrace, *, views: Sequence[str], options: ViewOptions | N
             notes.append(f"the trace has no column for the view {name}")
         tables += found
     if trace.dropped is not None and trace.dropped.any():
-        notes.append(f"{int(trace.dropped.sum())} routings were dropped in the recorded run: what was read is less")
+        notes.append(
+            f"{int(trace.dropped.sum())} routings were dropped in the recorded run: what was read is less"
+        )
     return Report(
         tool="bmoe route analyze",
         trace=trace_facts(trace),
@@ -123,6 +125,7 @@ def heading(trace: RouteTrace) -> str:
     model = str(facts["model"] or "a model unknown").rpartition("/")[2]
     cycle = f", a token's experts {trace.cycle_bytes / _MIB:.0f} MiB" if facts["cycle_bytes"] else ""
     return one_line(
-        f"{trace.path}: {model}, {facts['layers']} layers of {facts['experts']} experts, top {facts['top_k']}; "
-        f"{trace.rows} rows ({trace.selection}), {facts['decode_tokens']} decoded tokens{cycle}"
+        f"{trace.path}: {model}, {facts['layers']} layers of {facts['experts']} experts, "
+        f"top {facts['top_k']}; {trace.rows} rows ({trace.selection}), "
+        f"{facts['decode_tokens']} decoded tokens{cycle}"
     )

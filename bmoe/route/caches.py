@@ -15,6 +15,7 @@ import heapq
 import random
 from bisect import bisect_left
 from collections import OrderedDict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -58,7 +59,7 @@ class Belady:
             end = begin + starts[-1]
             entries, keys = look.entry[begin:end].tolist(), self._key[begin:end].tolist()
             missed: list[int] = []
-            for now, (low, high) in enumerate(zip(starts, starts[1:], strict=False), batch):
+            for now, (low, high) in enumerate(pairwise(starts), batch):
                 for i in range(low, high):
                     entry = entries[i]
                     if not resident[entry]:
@@ -101,7 +102,7 @@ class Recency:
             entries = look.entry[begin:end].tolist()
             promoted = look.entry[look.by_last_row[begin:end]].tolist()
             missed: list[int] = []
-            for now, (low, high) in enumerate(zip(starts, starts[1:], strict=False), batch):
+            for now, (low, high) in enumerate(pairwise(starts), batch):
                 part = layers[now] if layers else 0
                 order = orders[part]
                 for i in range(low, high):
@@ -154,7 +155,7 @@ class Frequency:
             end = begin + starts[-1]
             entries, keys = look.entry[begin:end].tolist(), self._key[begin:end].tolist()
             missed: list[int] = []
-            for now, (low, high) in enumerate(zip(starts, starts[1:], strict=False), batch):
+            for now, (low, high) in enumerate(pairwise(starts), batch):
                 part = layers[now] if layers else 0
                 heap, new = heaps[part], []
                 for i in range(low, high):
@@ -203,7 +204,7 @@ class Random:
             end = begin + starts[-1]
             entries = look.entry[begin:end].tolist()
             missed: list[int] = []
-            for low, high in zip(starts, starts[1:], strict=False):
+            for low, high in pairwise(starts):
                 old, new = [], []
                 for i in range(low, high):
                     entry = entries[i]

@@ -6,6 +6,7 @@ Owns the arrangement by layer and step that the views share. Must not know what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +41,7 @@ class Cells:
         """(layer index, its cells in order)."""
         order = np.argsort(self.layer, kind="stable")
         bounds = np.flatnonzero(np.diff(self.layer[order], prepend=-1, append=-1))
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in pairwise(bounds):
             yield int(self.layer[order[low]]), order[low:high]
 
 

@@ -59,7 +59,7 @@ def cache(trace: RouteTrace) -> list[Table]:
 
 
 def row_read_bytes(trace: RouteTrace) -> NDArray[np.int64] | None:
-    """[rows] bytes each row caused to be read: as recorded, else the size of a missed expert; None if unknown."""
+    """[rows] bytes each row caused to be read: as recorded, else a missed expert's size; None if unknown."""
     if trace.read_bytes is not None:
         return trace.read_bytes
     if trace.residency is None or any(int(la) not in trace.expert_bytes_of for la in trace.layers):
@@ -82,7 +82,14 @@ def read_bytes(trace: RouteTrace) -> list[Table]:
             per_step = np.add.reduceat(read, trace.cell_start)[cell_layer == i] / _MIB
             figures = (float(per_step.mean()), float(np.median(per_step)), float(per_step.max()))
         size, dense = trace.expert_bytes_of.get(layer), trace.dense_bytes_of.get(layer)
-        rows.append((str(layer), *figures, None if size is None else size / _MIB, None if dense is None else dense / _MIB))
+        rows.append(
+            (
+                str(layer),
+                *figures,
+                None if size is None else size / _MIB,
+                None if dense is None else dense / _MIB,
+            )
+        )
     columns = ("mean_mib", "p50_mib", "max_mib", "expert_mib", "dense_mib")
     sums: list[Value] = ["sum"]
     for j, name in enumerate(columns, 1):
@@ -131,12 +138,12 @@ def sanity(trace: RouteTrace) -> list[Table]:
         counts = np.bincount(of_phase, minlength=len(trace.layers))
         usual = int(np.bincount(counts).argmax())
         uneven += [
-            (name, int(la), int(n), usual)
-            for la, n in zip(trace.layers, counts, strict=True)
-            if n != usual
+            (name, int(la), int(n), usual) for la, n in zip(trace.layers, counts, strict=True) if n != usual
         ]
         if phase == PREFILL and int((counts != usual).sum()):
-            facts.append(("prefill", "the last layer sees only tokens whose output is wanted, so fewer steps"))
+            facts.append(
+                ("prefill", "the last layer sees only tokens whose output is wanted, so fewer steps")
+            )
     return [
         Table(name="sanity", title="sanity", columns={"what": "", "value": ""}, rows=facts),
         Table(

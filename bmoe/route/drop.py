@@ -73,17 +73,26 @@ def _phase(trace: RouteTrace, name: str, fractions: Sequence[float]) -> Table:
             [100 * float(s) for s in shares],
         )
 
-    rows: list[tuple[Value, ...]] = []
-    for fraction in fractions:
-        rows.append((f"cold below {fraction:g}/k", 100 * fraction / k, *figures(cold & (weight < fraction / k))))
-    for fewer in range(k - 1, 0, -1):
-        rows.append((f"static top-{fewer}", None, *figures(known & (trace.slot >= fewer))))
+    rows: list[tuple[Value, ...]] = [
+        (f"cold below {fraction:g}/k", 100 * fraction / k, *figures(cold & (weight < fraction / k)))
+        for fraction in fractions
+    ]
+    rows += [
+        (f"static top-{fewer}", None, *figures(known & (trace.slot >= fewer)))
+        for fewer in range(k - 1, 0, -1)
+    ]
     if trace.dropped is not None and trace.dropped.any():
         rows.append(("as recorded", None, *figures(trace.dropped & known)))
     return Table(
         name=f"drop_{name}",
         title=f"drop, {name}: missed bytes saved, weight lost, cells with 1 to {k} experts left",
-        columns={"rule": "", "below_pct": ".2f", "saved_pct": ".1f", "weight_lost_pct": ".2f", "left_pct": ".0f"},
+        columns={
+            "rule": "",
+            "below_pct": ".2f",
+            "saved_pct": ".1f",
+            "weight_lost_pct": ".2f",
+            "left_pct": ".0f",
+        },
         rows=rows,
     )
 

@@ -8,7 +8,7 @@ that is the policy's.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from bmoe.pipeline.policy import EvictionPolicy
     from bmoe.route.lookups import Lookups
 
-_HALF_LIFE: Final = next(float(f.default) for f in fields(SessionConfig) if f.name == "half_life_tokens")
-_GROWTH: Final = 2.0 ** (1.0 / _HALF_LIFE)
+_DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in fields(SessionConfig)}
+_GROWTH: Final = 2.0 ** (1.0 / float(_DEFAULTS["half_life_tokens"]))
 _RESCALE_ABOVE: Final = 1e200
 
 

@@ -88,7 +88,7 @@ class Lookups:
         return int(of_layer.sum()) * self.top_k
 
     def chunks(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Runs of whole batches: (first batch, first lookup, batch starts relative to it, one more at the end)."""
+        """Runs of whole batches: (first batch, first lookup, starts relative to it with the end)."""
         batches, first = len(self.decode), 0
         while first < batches:
             begin = int(self.batch_start[first])
@@ -166,9 +166,7 @@ def _group(trace: RouteTrace) -> _Groups:
     new[1:] = (turn[1:] != turn[:-1]) | (phase[1:] != phase[:-1]) | (layer[1:] != layer[:-1])
     new[1:] |= (phase[1:] == DECODE) & (step[1:] != step[:-1])
     batch_of_row = np.cumsum(new) - 1
-    keys, entry_of_row = np.unique(
-        layer.astype(np.int64) << _EXPERT_BITS | trace.expert, return_inverse=True
-    )
+    keys, entry_of_row = np.unique(layer.astype(np.int64) << _EXPERT_BITS | trace.expert, return_inverse=True)
     # Rows of one (batch, entry) side by side, in row order: the first one is the lookup.
     pair = batch_of_row * len(keys) + entry_of_row
     order = np.argsort(pair, kind="stable")

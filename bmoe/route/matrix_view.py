@@ -6,6 +6,7 @@ know the terminal.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,6 +16,8 @@ from bmoe.route.cost_views import row_read_bytes
 from bmoe.route.report import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from bmoe.route.report import Value
@@ -40,8 +43,8 @@ def matrix(trace: RouteTrace, *, content: str, max_steps: int, width: int) -> li
     read_of = None if read is None else np.add.reduceat(read, trace.cell_start)
     ends = np.append(trace.cell_start, trace.rows)
     rows: list[tuple[Value, ...]] = []
-    for c, (low, high) in enumerate(zip(ends, ends[1:], strict=False)):
-        n = int(high - low)
+    for c, (low, high) in enumerate(pairwise(ends.tolist())):
+        n = high - low
         rows.append(
             (
                 int(trace.turn[low]),
@@ -60,10 +63,21 @@ def matrix(trace: RouteTrace, *, content: str, max_steps: int, width: int) -> li
             name="matrix",
             title=f"matrix: {_LEGENDS[content]}",
             columns=dict.fromkeys(
-                ("turn", "phase", "step", "layer", "experts", "repeated", "weights", "residency", "read_bytes"), ""
+                (
+                    "turn",
+                    "phase",
+                    "step",
+                    "layer",
+                    "experts",
+                    "repeated",
+                    "weights",
+                    "residency",
+                    "read_bytes",
+                ),
+                "",
             ),
             rows=rows,
-            text=_lines(trace, cells.layer, again, read_of, content, max_steps, width),
+            text=_lines(trace, cells.layer, _texts(trace, again, read_of, content), max_steps, width),
         )
     ]
 
@@ -81,13 +95,7 @@ def _known(weight: float) -> float | None:
 
 
 def _lines(
-    trace: RouteTrace,
-    cell_layer: NDArray[np.int32],
-    again: NDArray[np.int8],
-    read_of: NDArray[np.int64] | None,
-    content: str,
-    max_steps: int,
-    width: int,
+    trace: RouteTrace, cell_layer: NDArray[np.int32], texts: Callable[[int], str], max_steps: int, width: int
 ) -> list[str]:
     ends = np.append(trace.cell_start, trace.rows)
     grid: dict[tuple[int, int, int], dict[int, str]] = {}
@@ -98,7 +106,7 @@ def _lines(
             continue
         row = grid.setdefault(key, {})
         if layer not in row:  # steps of unknown position share a line: the first is shown
-            row[layer] = _cell(trace, low, int(ends[c + 1]), again[c], read_of, c, content)
+            row[layer] = texts(c)
     columns = [max(len(row.get(i, "")) for row in grid.values()) for i in range(len(trace.layers))]
     columns = [max(n, len(f"L{la}")) for n, la in zip(columns, trace.layers, strict=True)]
     heads = ["P " * (key[1] == 0) + (f"{key[0]}/" if key[0] else "") + str(key[2]) for key in grid]
@@ -107,36 +115,43 @@ def _lines(
     while shown < len(columns) and (used + columns[shown] + 2 <= width or not shown):
         used += columns[shown] + 2
         shown += 1
-    lines = [f"{'step':>{left}}  " + "  ".join(f"{f'L{trace.layers[i]}':<{columns[i]}}" for i in range(shown))]
+    lines = [
+        f"{'step':>{left}}  " + "  ".join(f"{f'L{trace.layers[i]}':<{columns[i]}}" for i in range(shown))
+    ]
     for head, row in zip(heads, grid.values(), strict=True):
         lines.append(f"{head:>{left}}  " + "  ".join(f"{row.get(i, ''):<{columns[i]}}" for i in range(shown)))
     steps = len(np.unique(np.stack((trace.turn, trace.phase, trace.step)), axis=1).T)
     if (hidden := len(columns) - shown) or steps > len(grid):
-        lines.append(f"  ({steps - len(grid)} more steps and {hidden} more layers: --max-steps, --steps, --layers)")
+        lines.append(
+            f"  ({steps - len(grid)} more steps and {hidden} more layers: --max-steps, --steps, --layers)"
+        )
     return [line.rstrip() for line in lines]
 
 
-def _cell(
-    trace: RouteTrace,
-    low: int,
-    high: int,
-    again: NDArray[np.int8],
-    read_of: NDArray[np.int64] | None,
-    cell: int,
-    content: str,
-) -> str:
-    if content == "mib":
-        return "?" if read_of is None else f"{read_of[cell] / _MIB:.1f}"
-    if content == "hit":
+def _texts(
+    trace: RouteTrace, again: NDArray[np.int8], read_of: NDArray[np.int64] | None, content: str
+) -> Callable[[int], str]:
+    """What a cell shows, by its number."""
+    ends = np.append(trace.cell_start, trace.rows).tolist()
+
+    def found(cell: int) -> str:
         if trace.residency is None:
-            return "?" * (high - low)
-        return "".join(_MARKS[r] for r in trace.residency[low:high].tolist())
-    parts = []
-    for j, row in enumerate(range(low, high)):
-        if content == "experts":
-            text = str(trace.expert[row])
-        else:
-            weight = np.nan if trace.weight is None else float(trace.weight[row])
-            text = "?" if np.isnan(weight) else f"{100 * weight:.0f}"
-        parts.append(text + ("*" if again[j] == 1 else ""))
-    return " ".join(parts)
+            return "?" * int(ends[cell + 1] - ends[cell])
+        marks: list[int] = trace.residency[ends[cell] : ends[cell + 1]].tolist()
+        return "".join([_MARKS[mark] for mark in marks])
+
+    def read(cell: int) -> str:
+        return "?" if read_of is None else f"{read_of[cell] / _MIB:.1f}"
+
+    def names(cell: int) -> str:
+        parts = []
+        for j, row in enumerate(range(ends[cell], ends[cell + 1])):
+            if content == "experts":
+                text = str(trace.expert[row])
+            else:
+                weight = np.nan if trace.weight is None else float(trace.weight[row])
+                text = "?" if np.isnan(weight) else f"{100 * weight:.0f}"
+            parts.append(text + ("*" if again[cell, j] == 1 else ""))
+        return " ".join(parts)
+
+    return {"hit": found, "mib": read}.get(content, names)

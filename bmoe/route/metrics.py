@@ -71,7 +71,7 @@ def read_metrics(path: str) -> TokenMetrics:
 
 def _from_csv(path: str, lines: list[str]) -> tuple[tuple[str, ...], list[list[float | None]]]:
     names: list[str] | None = None
-    rows = []
+    rows: list[list[float | None]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -96,7 +96,8 @@ def _from_csv(path: str, lines: list[str]) -> tuple[tuple[str, ...], list[list[f
         i = names.index("read_bytes")
         names[i] = "read_mib"
         for row in rows:
-            row[i] = None if row[i] is None else row[i] / _MIB  # type: ignore[operator]  # not None here
+            value = row[i]
+            row[i] = None if value is None else value / _MIB
     return tuple(names), rows
 
 
@@ -131,7 +132,9 @@ def _from_log(path: str, lines: list[str]) -> tuple[tuple[str, ...], list[list[f
             continue
         figures = record.get("metrics", record)
         figures = figures if isinstance(figures, dict) else {}
-        rows.append([float(len(rows)), *(_scaled(figures.get(key), by) for key, (_, by) in _FROM_LOG.items())])
+        rows.append(
+            [float(len(rows)), *(_scaled(figures.get(key), by) for key, (_, by) in _FROM_LOG.items())]
+        )
     # A column that nothing was measured in would only take room.
     kept = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
     return tuple(columns[i] for i in kept), [[row[i] for i in kept] for row in rows]

@@ -133,7 +133,8 @@ def _together(used: NDArray[np.bool_], before: NDArray[np.bool_], half: int) -> 
     a, b = before[:half].astype(np.float64), used[:half].astype(np.float64)
     share = b.mean(axis=0)
     given = (a.T @ b + _PRIOR_USES * share) / (a.sum(axis=0)[:, None] + _PRIOR_USES)
-    return before.astype(np.float64) @ given
+    score: NDArray[np.float64] = before.astype(np.float64) @ given
+    return score
 
 
 def _best(score: NDArray[np.float64], named: int) -> NDArray[np.bool_]:

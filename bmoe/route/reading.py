@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from bmoe.present import one_line
 from bmoe.route.trace import RouteTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 
@@ -98,7 +96,7 @@ class _Reader:
         self._facts: dict[str, str] = {}
         self._version: str | None = None
         self._bytes_of: dict[str, dict[int, int]] = {"expert_bytes": {}, "dense_bytes": {}}
-        self._parts: list[dict[str, NDArray[np.generic]]] = []
+        self._parts: list[dict[str, NDArray[Any]]] = []
         self._infinite = 0
         self._notes: list[str] = []
 
@@ -143,7 +141,7 @@ class _Reader:
             **{_FIELDS.get(name, name): column for name, column in columns.items()},  # type: ignore[arg-type]  # dtypes are set in _store
         )
 
-    def _expert_bytes(self, columns: dict[str, NDArray[np.generic]]) -> dict[int, int]:
+    def _expert_bytes(self, columns: dict[str, NDArray[Any]]) -> dict[int, int]:
         """The preamble's sizes; for layers it does not tell of, what a read of theirs cost."""
         sizes = {la: n for la, n in self._bytes_of["expert_bytes"].items() if n > 0}
         layer, cost = columns["layer"], columns.get("expert_bytes")
@@ -247,7 +245,10 @@ class _Reader:
                 size = self._number(pairs[name], name, _COLUMNS["expert_bytes"].high)
                 if known.setdefault(layer, size) != size:
                     raise self._error(
-                        f"layer {layer} is said to have two sizes", field=name, expected=known[layer], got=size
+                        f"layer {layer} is said to have two sizes",
+                        field=name,
+                        expected=known[layer],
+                        got=size,
                     )
 
     def _number(self, text: str, field: str, high: int) -> int:
@@ -314,10 +315,11 @@ class _Reader:
 
     def _store(self, values: NDArray[np.float64]) -> None:
         assert self._layout is not None
-        part: dict[str, NDArray[np.generic]] = {}
+        part: dict[str, NDArray[Any]] = {}
         for i, name in enumerate(self._layout.names):
             if name in _COLUMNS:
-                part[name] = values[:, i].astype(_DTYPES.get(name, np.int32))
+                with np.errstate(over="ignore"):  # a weight beyond float32 is infinite
+                    part[name] = values[:, i].astype(_DTYPES.get(name, np.int32))
         if "weight" in part:
             infinite = np.isinf(part["weight"])  # also what does not fit float32
             self._infinite += int(infinite.sum())
@@ -339,11 +341,11 @@ def _shown(text: bytes) -> str:
 def _pairs(text: str) -> dict[str, str]:
     """`key=value` words. A value may hold blanks (model paths do): it goes on up to the next key."""
     found = list(re.finditer(r"(?:^|\s)([A-Za-z_][A-Za-z0-9_]*)=", text))
-    ends: Iterator[int] = iter([m.start() for m in found[1:]] + [len(text)])
-    return {m[1]: text[m.end() : end].strip() for m, end in zip(found, ends, strict=True)}
+    ends = [m.start() for m in found[1:]] + [len(text)]
+    return {m[1]: text[m.end() : end].strip() for m, end in zip(found, ends, strict=False)}
 
 
-def _convert(text: bytes, layout: _Layout) -> NDArray[np.float64] | None:
+def _convert(text: bytes, layout: _Layout) -> NDArray[np.float64] | None:  # noqa: PLR0911 (one per doubt)
     """[rows, fields] of a piece that holds nothing but well-formed rows; None if anything is odd."""
     raw = np.frombuffer(text, dtype=np.uint8)
     fields = len(layout.names)

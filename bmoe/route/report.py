@@ -87,9 +87,7 @@ def as_json(report: Report) -> str:
                 "name": table.name,
                 "title": table.title,
                 "columns": list(table.columns),
-                "rows": [
-                    dict(zip(table.columns, map(_plain, row), strict=True)) for row in table.rows
-                ],
+                "rows": [dict(zip(table.columns, map(_plain, row), strict=True)) for row in table.rows],
             }
             for table in report.tables
         ],
@@ -119,7 +117,7 @@ def _cell(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return " ".join(_cell(v) for v in value)
+        return " ".join("-" if v is None else _cell(v) for v in value)
     text = str(value)
     # A spreadsheet would run text that begins like a formula; names come from files.
     return f"'{text}" if isinstance(value, str) and text[:1] in {"=", "+", "-", "@", "\t", "\r"} else text
@@ -133,9 +131,7 @@ def _grid(table: Table) -> list[str]:
         [_shown(value, form) for value, form in zip(row, table.columns.values(), strict=True)]
         for row in table.rows
     ]
-    left = [
-        all(isinstance(v, (str, type(None))) for v in column) for column in zip(*table.rows, strict=True)
-    ]
+    left = [all(isinstance(v, (str, type(None))) for v in column) for column in zip(*table.rows, strict=True)]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     return [
         ("  " + "  ".join(

@@ -75,11 +75,16 @@ def hot(trace: RouteTrace, *, top: int) -> list[Table]:
         ),
         Table(
             name="hot_layers",
-            title="concentration by layer: experts used, share of the first and the first top-k, experts for half "
-            "and nine tenths of the use",
+            title="concentration by layer: experts used, share of the first and the first top-k, experts for "
+            "half and nine tenths of the use",
             columns={
-                "layer": "", "used": "", "top1_pct": ".1f", "topk_pct": ".1f", "half": "", "nine_tenths": "",
-            },  # fmt: skip
+                "layer": "",
+                "used": "",
+                "top1_pct": ".1f",
+                "topk_pct": ".1f",
+                "half": "",
+                "nine_tenths": "",
+            },
             rows=of_layer,
         ),
     ]
@@ -99,10 +104,10 @@ def reuse(trace: RouteTrace) -> list[Table]:
     order = np.lexsort((nth, key))
     same = key[order][1:] == key[order][:-1]
     distance = np.diff(nth[order])
-    same &= distance > 0  # an expert routed to twice in one cell is used once
+    same_cell = same & (distance == 0)  # an expert routed to twice in one cell is used once
+    same &= ~same_cell
     distance, at = distance[same], key[order][1:][same] // experts
-    used, uses = np.unique(key[order][np.append(True, ~(np.diff(key[order]) == 0) | (np.diff(nth[order]) > 0))],
-                           return_counts=True)  # fmt: skip
+    used, uses = np.unique(key[order][np.append(True, ~same_cell)], return_counts=True)
     once = used[uses == 1] // experts
     rows: list[tuple[Value, ...]] = []
     for i, layer in [(-1, "all"), *enumerate(trace.layers.tolist())]:
@@ -115,9 +120,14 @@ def reuse(trace: RouteTrace) -> list[Table]:
             name="reuse",
             title="reuse: steps until an expert is used again; experts used exactly once",
             columns={
-                "layer": "", "reuses": "", "p50_steps": ".0f", "p90_steps": ".0f", "max_steps": ".0f",
-                "once": "", "once_pct": ".1f",
-            },  # fmt: skip
+                "layer": "",
+                "reuses": "",
+                "p50_steps": ".0f",
+                "p90_steps": ".0f",
+                "max_steps": ".0f",
+                "once": "",
+                "once_pct": ".1f",
+            },
             rows=rows,
         )
     ]
@@ -168,7 +178,7 @@ def workset(trace: RouteTrace) -> list[Table]:
     size[size < 0] = np.nan
     steps = int(cells.nth.max()) + 1
     marks = [m * 10**e for e in range(8) for m in (1, 2, 5) if m * 10**e < steps]
-    marks = sorted({*marks, *(n for n in (25, 250, 2500) if n < steps)} - {20, 200, 2000}) + [steps]
+    marks = [*sorted({*marks, *(n for n in (25, 250, 2500) if n < steps)} - {20, 200, 2000}), steps]
     total = len(trace.layers) * trace.experts
     rows: list[tuple[Value, ...]] = []
     for n in marks:
@@ -216,8 +226,8 @@ def entropy(trace: RouteTrace) -> list[Table]:
     return [
         Table(
             name="entropy",
-            title=f"entropy: bits of a token's weights (at most {np.log2(trace.top_k):.2f}), share of its first "
-            f"expert, bits of use over all steps (at most {np.log2(width):.2f})",
+            title=f"entropy: bits of a token's weights (at most {np.log2(trace.top_k):.2f}), share of its "
+            f"first expert, bits of use over all steps (at most {np.log2(width):.2f})",
             columns={"layer": "", "weights_bits": ".2f", "top1_pct": ".1f", "use_bits": ".2f"},
             rows=rows,
         )

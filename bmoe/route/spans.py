@@ -51,7 +51,9 @@ def parse_spans(text: str) -> Spans:
     for part in text.split(","):
         found = _PART.fullmatch(part)
         if found is None or part == ":":
-            raise UsageError(f"span {part!r} is not N, FIRST:END, FIRST: or :END (whole numbers, END excluded)")
+            raise UsageError(
+                f"span {part!r} is not N, FIRST:END, FIRST: or :END (whole numbers, END excluded)"
+            )
         if found[1] is not None:
             first, end = int(found[1]), int(found[1]) + 1
         else:

@@ -20,7 +20,7 @@ from bmoe.route.analyze import trace_facts
 from bmoe.route.cells import make_cells, repeats
 from bmoe.route.cost_views import row_read_bytes
 from bmoe.route.lookups import first_rows, make_lookups
-from bmoe.route.replay import DEFAULT_BUDGETS_MIB, default_policies, replay
+from bmoe.route.outcomes import DEFAULT_BUDGETS_MIB, default_policies, replay
 from bmoe.route.trace import DECODE, MISS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bmoe.route.lookups import Lookups
     from bmoe.route.metrics import TokenMetrics
-    from bmoe.route.replay import Outcome
+    from bmoe.route.outcomes import Outcome
     from bmoe.route.trace import RouteTrace
 
 _MIB: Final = 1 << 20
@@ -132,7 +132,7 @@ def _packed(
 
 
 def _weights(trace: RouteTrace) -> NDArray[np.int64]:
-    """Quarter percents up to 62.5 %, and the rest coarser, would not be seen: 0 to 250 for 0 to 100 %."""
+    """[rows] 0 to 250 for 0 to 100 %, or _UNKNOWN."""
     if trace.weight is None:
         return np.full(trace.rows, _UNKNOWN)
     scaled = np.clip(np.nan_to_num(trace.weight.astype(np.float64)), 0, 1) * 250
@@ -154,7 +154,11 @@ def _tiles(trace: RouteTrace, metrics: TokenMetrics | None, sized: bool) -> list
     facts = trace_facts(trace)
     tokens = int(str(facts["decode_tokens"]))
     tiles = [
-        ("decoded tokens", f"{tokens}", f"{int(trace.step.max()) + 1} positions, {facts['prefill_rows']} prompt rows"),
+        (
+            "decoded tokens",
+            f"{tokens}",
+            f"{int(trace.step.max()) + 1} positions, {facts['prefill_rows']} prompt rows",
+        ),
         ("experts", f"{facts['layers']} × {facts['experts']}", f"layers by experts, top {facts['top_k']}"),
     ]
     decode = trace.phase == DECODE
@@ -165,7 +169,9 @@ def _tiles(trace: RouteTrace, metrics: TokenMetrics | None, sized: bool) -> list
             hit = 100 * float((trace.residency[decode] != MISS).mean())
             tiles.append(("decode hits", f"{hit:.1f} %", "as recorded"))
         if read is not None:
-            tiles.append(("read per token", f"{int(read[decode].sum()) / _MIB / tokens:.1f} MiB", "as recorded"))
+            tiles.append(
+                ("read per token", f"{int(read[decode].sum()) / _MIB / tokens:.1f} MiB", "as recorded")
+            )
         again = repeats(make_cells(part), 1)
         if (again >= 0).any():
             share = 100 * float((again == 1).sum()) / float((again >= 0).sum())
@@ -177,10 +183,14 @@ def _tiles(trace: RouteTrace, metrics: TokenMetrics | None, sized: bool) -> list
         tiles.append(("a token's experts", f"{trace.cycle_bytes / _MIB:.0f} MiB", "the cycle"))
         tiles.append(("touched", f"{touched / _MIB:.0f} MiB", f"of {bank / _MIB:.0f} MiB of experts"))
     if trace.dense_bytes_of:
-        tiles.append(("dense", f"{sum(trace.dense_bytes_of.values()) / _MIB:.0f} MiB", "in layers, not streamed"))
+        tiles.append(
+            ("dense", f"{sum(trace.dense_bytes_of.values()) / _MIB:.0f} MiB", "in layers, not streamed")
+        )
     if metrics is not None and "wall_ms" in metrics.columns:
         wall = [row[metrics.columns.index("wall_ms")] for row in metrics.rows]
         known = [w for w in wall if w is not None]
         if sum(known) > 0:
-            tiles.append(("speed", f"{1000 * len(known) / sum(known):.2f} tok/s", f"over {len(known)} tokens"))
+            tiles.append(
+                ("speed", f"{1000 * len(known) / sum(known):.2f} tok/s", f"over {len(known)} tokens")
+            )
     return [{"label": label, "value": value, "meaning": meaning} for label, value, meaning in tiles]

@@ -363,8 +363,8 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
     uintptr_t span = e->map_high - e->map_low;
     bool ours = t->op == op_mul_mat_id && swap_op(e, t);
     if ((uintptr_t)t->data - e->map_low < span) rebind(e, t);
-    for (int i = ours ? 1 : 0; i < GG_MAX_SRC && t->src[i]; i++)
-        if ((uintptr_t)t->src[i]->data - e->map_low < span) rebind(e, t->src[i]);
+    for (int i = ours ? 1 : 0; i < GG_MAX_SRC; i++) /* an optional source in the middle may be missing */
+        if (t->src[i] && (uintptr_t)t->src[i]->data - e->map_low < span) rebind(e, t->src[i]);
     return false;
 }
 

@@ -7,6 +7,7 @@ know how a policy evicts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,7 +16,6 @@ from bmoe.io.errors import FormatError, UsageError
 from bmoe.policies import POLICIES
 from bmoe.route.caches import REFERENCE_POLICIES
 from bmoe.route.engine_policy import EnginePolicy
-from bmoe.route.lookups import make_lookups
 from bmoe.route.trace import MISS
 
 if TYPE_CHECKING:
@@ -141,37 +141,26 @@ def replay(
     """
     replayers = [(name, replayer(name, lookups)) for name in policies]
     size, decode = lookups.size_of[lookups.entry], lookups.in_decode
-    return [
-        _outcome(name, budget, lookups, size, decode, prepared.hits(budget * _MIB), speed)
-        for budget in budgets_mib
-        for name, prepared in replayers
-    ]
-
-
-def _outcome(
-    policy: str,
-    budget_mib: int,
-    look: Lookups,
-    size: NDArray[np.int64],
-    decode: NDArray[np.bool_],
-    hit: NDArray[np.bool_],
-    speed: Speed | None,
-) -> Outcome:
-    missed = np.where(hit, 0, size)
-    in_decode = int(decode.sum())
-    ideal = layered = None
-    if speed is not None and look.tokens:
-        ideal, layered = _bounds(look, missed, speed)
-    return Outcome(
-        policy=policy,
-        budget_mib=budget_mib,
-        hit_pct_decode=100 * int(hit[decode].sum()) / in_decode if in_decode else None,
-        hit_pct_cum=100 * int(hit.sum()) / len(hit),
-        read_mib=int(missed.sum()) / _MIB,
-        read_mib_per_token=int(missed[decode].sum()) / _MIB / look.tokens if look.tokens else None,
-        ideal_tokens_per_s=ideal,
-        layered_tokens_per_s=layered,
-    )
+    in_decode, tokens = int(decode.sum()), lookups.tokens
+    outcomes = []
+    for budget in budgets_mib:
+        for name, prepared in replayers:
+            hit = prepared.hits(budget * _MIB)
+            missed = np.where(hit, 0, size)
+            ideal, layered = _bounds(lookups, missed, speed) if speed and tokens else (None, None)
+            outcomes.append(
+                Outcome(
+                    policy=name,
+                    budget_mib=budget,
+                    hit_pct_decode=100 * int(hit[decode].sum()) / in_decode if in_decode else None,
+                    hit_pct_cum=100 * int(hit.sum()) / len(hit),
+                    read_mib=int(missed.sum()) / _MIB,
+                    read_mib_per_token=int(missed[decode].sum()) / _MIB / tokens if tokens else None,
+                    ideal_tokens_per_s=ideal,
+                    layered_tokens_per_s=layered,
+                )
+            )
+    return outcomes
 
 
 def _bounds(look: Lookups, missed: NDArray[np.int64], speed: Speed) -> tuple[float, float]:
@@ -225,16 +214,18 @@ def verdicts(outcomes: Sequence[Outcome], *, cycle_bytes: int) -> list[str]:
     parted = [name for name in table if name in {"layer", "layerlfu"}]
     if parted and below:
         found.append(
-            f"{' and '.join(parted)} keep top-k experts of every layer, so they use more than {_listed(below)} MiB"
+            f"{' and '.join(parted)} keep top-k experts of every layer, so they use more than "
+            f"{_listed(below)} MiB"
         )
     online = [name for name in table if name != "belady" and not (below and name in parted)]
     if online and len(budgets) > 1:
         best = {b: max(table[name][b] for name in online) for b in budgets}
-        steps = [(best[b] - best[a], a, b) for a, b in zip(budgets, budgets[1:], strict=False)]
+        steps = [(best[b] - best[a], a, b) for a, b in pairwise(budgets)]
         gain, a, b = max(steps, key=lambda step: (step[0] / (step[2] - step[1]), -step[1]))
         if gain > 0:
             found.append(
-                f"best step: from {a} to {b} MiB, {gain:+.1f} points, {1000 * gain / (b - a):.1f} per 1000 MiB"
+                f"best step: from {a} to {b} MiB, {gain:+.1f} points, or {1000 * gain / (b - a):.1f} per "
+                "1000 MiB"
             )
     if "belady" in table and online:
         room = {b: table["belady"][b] - max(table[name][b] for name in online) for b in budgets}
