@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 # Python, llama.cpp's code and small buffers, the io_uring rings: seen 60 to 120 MiB.
-_PROCESS_BYTES = 128 * MIB
+PROCESS_BYTES = 128 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class CacheBudget:
 
 
 def kv_cache_bytes(layout: ModelLayout, context_tokens: int) -> int:
-    """Estimate of the KV cache in F16. Too high for models with sliding windows or recurrent layers."""
+    """Estimate of the KV cache in F16. Too high for models with sliding windows."""
     facts = layout.facts
-    layers = facts.arch_int("block_count")
+    layers = max(facts.arch_int("block_count") - facts.arch_int("nextn_predict_layers"), 0)
     heads = facts.arch_int("attention.head_count", 1)
-    kv_heads = facts.arch_int("attention.head_count_kv", heads)
+    kv_heads = sum(facts.arch_ints("attention.head_count_kv", layers, heads))  # 0 where a layer is recurrent
     width = facts.arch_int("embedding_length") // max(heads, 1)
     key = facts.arch_int("attention.key_length", width)
     value = facts.arch_int("attention.value_length", width)
-    return context_tokens * layers * kv_heads * (key + value) * 2
+    return context_tokens * kv_heads * (key + value) * 2
 
 
 def compute_bytes(layout: ModelLayout, ubatch_tokens: int) -> int:
@@ -48,6 +48,11 @@ def compute_bytes(layout: ModelLayout, ubatch_tokens: int) -> int:
     expert_width = min((t.ne1 for t in layout.tensors), default=0)
     per_token = 4 * (12 * width + 2 * layout.top_k * (width + expert_width))
     return ubatch_tokens * per_token
+
+
+def default_floor_bytes(available_bytes: int) -> int:
+    """Memory that automatic sizing leaves to others."""
+    return min(1536 * MIB, max(256 * MIB, available_bytes // 8))
 
 
 def cache_budget(
@@ -80,9 +85,9 @@ def cache_budget(
     if available_bytes is None:
         budget = min(1024 * MIB, everything_bytes)
         return CacheBudget(budget, auto=True, arithmetic="available memory is unknown")
-    floor = floor_bytes if floor_bytes is not None else min(1536 * MIB, max(256 * MIB, available_bytes // 8))
+    floor = floor_bytes if floor_bytes is not None else default_floor_bytes(available_bytes)
     kv = kv_cache_bytes(layout, context_tokens)
-    compute = compute_bytes(layout, ubatch_tokens) + _PROCESS_BYTES
+    compute = compute_bytes(layout, ubatch_tokens) + PROCESS_BYTES
     room = available_bytes - layout.dense_bytes - kv - compute - floor
     words = (
         f"{available_bytes // MIB} MiB available - {layout.dense_bytes // MIB} dense - {kv // MIB} KV"

@@ -7,7 +7,8 @@ know how headers are read, nor streaming.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NoReturn
+import re
+from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
 
 from bmoe.gguf_types import NO_WEIGHTS
 from bmoe.io.errors import FormatError
@@ -19,6 +20,9 @@ _TENSOR_ALIGNMENT: Final = 32  # of a buffer made from a mapping
 _MAX_ARCHITECTURE: Final = 64
 _MAX_LAYERS: Final = 512
 _MAX_EXPERTS: Final = 1024
+_MAX_HEAD_DIM: Final = 8192
+_OF_EXPERTS: Final = re.compile(r"^blk\.(\d+)\.(ffn_gate_inp|ffn_(?:gate|up|down|gate_up)_exps)\.weight$")
+_INDEX_TABLES: Final = "ffn_gate_tid2eid.weight"
 _ROPE_SCALINGS: Final = ("none", "linear", "yarn", "longrope")
 _NO_VOCABULARY: Final = ("none", "no_vocab")
 # Integers that llama.cpp divides by.
@@ -27,6 +31,23 @@ _DIVISORS: Final = (
     "ssm.time_step_rank",
     "interleave_moe_layer_step",
 )
+
+
+# Found by the fuzzer: what is optional for the loader and used by the graph all the same.
+_NOT_ZERO: Final = {
+    "afmoe": ("attention.sliding_window",),
+    "mellum": ("attention.sliding_window",),
+    "phimoe": ("rope.dimension_count",),
+}
+_NEEDED: Final = {"afmoe": ("attention.sliding_window",), "mellum": ("attention.sliding_window",)}
+_CONVOLUTION = re.compile(r"^(blk\.\d+\.ssm_conv1d)\.weight$")
+_BIASED_CONVOLUTIONS: Final = ("granitehybrid", "nemotron_h_moe", "nemotron_h")
+
+
+class _Where(TypedDict):
+    path: str
+    offset_bytes: int
+    field: str
 
 
 def check_rules(facts: GgufFacts) -> None:
@@ -40,41 +61,74 @@ def check_rules(facts: GgufFacts) -> None:
             facts, "general.architecture", "is no name that llama.cpp knows", f"{facts.architecture[:32]}…"
         )
     for tensor in facts.tensors:
+        where: _Where = {
+            "path": facts.paths[tensor.file],
+            "offset_bytes": tensor.offset_bytes,
+            "field": tensor.name,
+        }
         if tensor.offset_bytes % _TENSOR_ALIGNMENT:
-            raise FormatError(
-                f"llama.cpp needs tensors at multiples of {_TENSOR_ALIGNMENT} bytes",
-                path=facts.paths[tensor.file],
-                offset_bytes=tensor.offset_bytes,
-                field=tensor.name,
-            )
+            raise FormatError(f"llama.cpp needs tensors at multiples of {_TENSOR_ALIGNMENT} bytes", **where)
+        # A null function of the type is called. Tables of indices are looked up, never multiplied.
+        if tensor.type_name in NO_WEIGHTS and not tensor.name.endswith(_INDEX_TABLES):
+            raise FormatError(f"weights cannot be of type {tensor.type_name}", **where)
     tokenizer = facts.metadata.get("tokenizer.ggml.model")
     if tokenizer in _NO_VOCABULARY:
         _refuse(facts, "tokenizer.ggml.model", "has no vocabulary to read prompts with", tokenizer)
     rule = _Rules(facts)
     layers = rule.integer("block_count", 1, _MAX_LAYERS)
     rule.integer("nextn_predict_layers", 0, _MAX_LAYERS if layers is None else layers)
-    for key in _DIVISORS:
+    for key in (*_DIVISORS, *_NOT_ZERO.get(facts.architecture, ())):
         rule.integer(key, 1, 2**31 - 1)
     rule.choice("rope.scaling.type", _ROPE_SCALINGS)
-    _check_experts(rule)
+    for key in ("attention.key_length", "attention.value_length"):
+        rule.integer(key, 1, _MAX_HEAD_DIM)  # else gigabytes of cache for a few tokens
+    if layers is not None:
+        for key in _NEEDED.get(facts.architecture, ()):
+            if rule.name(key) not in facts.metadata:
+                _refuse(facts, rule.name(key), "is missing", None)
+        _check_experts(rule)
+        _check_expert_layers(facts)
+    if facts.architecture in _BIASED_CONVOLUTIONS:
+        names = {tensor.name for tensor in facts.tensors}
+        for match in filter(None, map(_CONVOLUTION.match, names)):
+            if f"{match[1]}.bias" not in names:
+                _refuse(facts, f"{match[1]}.bias", "is missing", None)
 
 
 def _check_experts(rule: _Rules) -> None:
     experts = rule.integer("expert_count", 0, _MAX_EXPERTS)
-    if experts is None:
-        return
-    if experts == 0:
+    if not experts:
         rule.integer("expert_used_count", 0, 0)
         rule.integer("expert_group_count", 0, 0)
         return
     if rule.name("expert_used_count") not in rule.facts.metadata:
         _refuse(rule.facts, rule.name("expert_used_count"), f"is missing beside {experts} experts", None)
+    if not rule.facts.arch_int("attention.head_count"):
+        _refuse(rule.facts, rule.name("attention.head_count"), "is missing or 0, and divided by", None)
     rule.integer("expert_used_count", 0 if rule.is_array("expert_used_count") else 1, experts)
     groups = rule.integer("expert_group_count", 0, experts - 1)
     if groups is not None and groups > 1:
         if experts % groups:
             _refuse(rule.facts, rule.name("expert_group_count"), f"does not divide {experts} experts", groups)
         rule.integer("expert_group_used_count", 1, groups - 1)
+
+
+def _check_expert_layers(facts: GgufFacts) -> None:
+    """A layer has all of its expert tensors or none: some architectures ask for one and use the others."""
+    found: dict[str, set[str]] = {}
+    for tensor in facts.tensors:
+        if match := _OF_EXPERTS.match(tensor.name):
+            found.setdefault(match[1], set()).add(match[2])
+    for layer, names in found.items():
+        if names == {"ffn_gate_inp"}:
+            continue
+        for one, other in (
+            ("ffn_gate_inp",) * 2,
+            ("ffn_down_exps",) * 2,
+            ("ffn_up_exps", "ffn_gate_up_exps"),
+        ):
+            if not names & {one, other}:
+                _refuse(facts, f"blk.{layer}.{one}.weight", f"is missing beside {min(names)}.weight", None)
 
 
 class _Rules:

@@ -24,6 +24,16 @@ _GGML_LOG_LEVEL_CONT = 5
 _keep: list[object] = []
 
 
+def bound_spinning() -> None:
+    """Makes llama.cpp's threads sleep in a barrier after about 0.1 ms instead of spinning on.
+
+    While one core serves reads, or belongs to another program, a spinning thread keeps the late one from
+    running. Works before the first `llama` only, and not against what the user has set.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
+
+
 @functools.cache
 def llama() -> Any:
     """llama-cpp-python's low-level module, with the backend initialised and the log caught.
@@ -32,6 +42,8 @@ def llama() -> Any:
         SeamError: It cannot be imported, or two copies of one ggml library are mapped.
     """
     try:
+        # ggml would start a debugger on itself before it ends the process.
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         import llama_cpp.llama_cpp as module  # noqa: PLC0415 (slow, and not every command needs it)
     except (ImportError, OSError, RuntimeError) as error:
         raise SeamError(
@@ -54,12 +66,16 @@ def ggml_base() -> ctypes.CDLL:
 
 
 def _catch_aborts() -> None:
-    """Where ggml would end the process by a signal and a trace, one line and exit code 1."""
+    """Where llama.cpp would end the process by a signal and a trace, one line and exit code 1.
+
+    It asserts some of what a broken file can have, and some of its functions throw through their C
+    interface (a tokenizer without bytes).
+    """
     lib = ctypes.CDLL("libggml-base.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
     def give_up(message: bytes) -> None:
-        words = " ".join(message.decode("utf-8", "replace").split())
+        words = " ".join(message.decode("utf-8", "replace").split()).rsplit("/llama.cpp/", 1)[-1]
         os.write(2, f"bmoe: error: llama.cpp gave up, with this model or by a bug: {words}\n".encode())
         os._exit(1)  # it would abort on return
 
@@ -68,6 +84,11 @@ def _catch_aborts() -> None:
     lib.ggml_set_abort_callback.argtypes = (kind,)
     lib.ggml_set_abort_callback.restype = ctypes.c_void_p
     lib.ggml_set_abort_callback(callback)
+    uncaught = ctypes.CFUNCTYPE(None)(lambda: give_up(b"an exception that nobody catches"))
+    _keep.append(uncaught)
+    with contextlib.suppress(OSError, AttributeError):
+        # std::set_terminate(void (*)()), under the name that every C++ compiler on Linux gives it.
+        ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)._ZSt13set_terminatePFvvE(uncaught)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
 from bmoe.io.memory_figures import available_bytes, process_memory
 from bmoe.io.scheduling import set_slice_ns
-from bmoe.llama_library import llama
-from bmoe.llama_library import llama
+from bmoe.llama_library import bound_spinning, llama
 from bmoe.model import lay_out
 from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
 from bmoe.pipeline.slots import total_slot_bytes
@@ -153,12 +152,13 @@ class Session:
     ) -> None:
         t0 = time.monotonic_ns()
         config = self.config
+        if config.mode != "resident":
+            bound_spinning()
         layout = await self._in_thread(lambda: lay_out(read_gguf(config.model_path)))
         overrides: tuple[tuple[str, int], ...] = ()
         if config.n_expert_used is not None:
             layout = layout.with_top_k(config.n_expert_used)
             overrides = ((f"{layout.facts.architecture}.expert_used_count", layout.top_k),)
-        llama()
         await self._in_thread(llama)  # not before the file is known to be one that it can be given
         bind_ggml()
         if config.mode == "stream" and not layout.is_moe:

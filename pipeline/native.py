@@ -172,6 +172,7 @@ def _load() -> ctypes.PyDLL:
         "bm_slot_address": (POINTER(c_uint64), (engine,)),
         "bm_phase": (POINTER(c_uint32), (engine,)),
         "bm_slot_slice": (POINTER(c_int32), (engine,)),
+        "bm_last_words": (None, (c_char_p,)),
         "bm_test_announce": (None, (engine, c_int32, POINTER(c_int32), c_int32)),
         "bm_test_ready": (c_int, (engine, c_int32)),
         "bm_test_unpin": (None, (engine, c_int32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -175,11 +176,17 @@ class Watching:
         return candidates[:count]
 
 
+def watch(made: list[Watching], history: UseHistory) -> Watching:
+    """Makes one and keeps it."""
+    made.append(Watching(history))
+    return made[-1]
+
+
 def test_a_registered_policy_is_replayed_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Watching] = []
-    monkeypatch.setitem(POLICIES, "watching", lambda history: made.append(Watching(history)) or made[-1])
+    monkeypatch.setitem(POLICIES, "watching", partial(watch, made))
     assert "watching" in default_policies()
     found = look(GOLDEN, tmp_path / "t.csv")
     replayer("watching", found).hits(12)
@@ -197,7 +204,7 @@ def test_the_history_a_policy_sees_is_the_one_native_code_keeps(tmp_path: Path) 
     native = Native(engine)
     found = look(GOLDEN, tmp_path / "t.csv")
     made: list[Watching] = []
-    EnginePolicy(found, lambda history: made.append(Watching(history)) or made[-1]).hits(1000)
+    EnginePolicy(found, partial(watch, made)).hits(1000)
     passes = 0
     for (_, layer, routed), clock in zip(lookups_of(GOLDEN), found.clock.tolist(), strict=True):
         if clock != passes:
@@ -222,7 +229,7 @@ def test_use_counts_survive_a_change_of_unit(tmp_path: Path) -> None:
     cells = [Cell(step=s, layer=0, experts=(0, 1 + s % 7)) for s in range(11_000)]
     found = look(cells, tmp_path / "t.csv")
     made: list[Watching] = []
-    EnginePolicy(found, lambda history: made.append(Watching(history)) or made[-1]).hits(10**6)
+    EnginePolicy(found, partial(watch, made)).hits(10**6)
     counts = made[0].history.frequency
     assert np.isfinite(counts).all()
     assert counts.argmax() == 0
@@ -230,7 +237,7 @@ def test_use_counts_survive_a_change_of_unit(tmp_path: Path) -> None:
 
 
 def test_the_engines_lru_is_the_references_where_layers_do_not_tie(tmp_path: Path) -> None:
-    """The engine's clock ticks per pass, so within a pass the earlier layer counts as older: the same order."""
+    """The engine's clock ticks per pass, and within one the earlier layer counts as older: the same order."""
     generator = np.random.default_rng(5)
     cells = [
         Cell(step=s, layer=la, experts=(int(generator.integers(8)),)) for s in range(200) for la in (0, 1)
@@ -283,16 +290,17 @@ def test_verdicts_warn_name_the_best_step_and_say_when_no_policy_helps() -> None
         for budget, row in {100: (30, 0), 200: (60, 40), 400: (62, 61)}.items()
         for policy, hits in zip(("belady", "lru"), row, strict=True)
     ]
-    assert verdicts(outcomes, cycle_bytes=150 * MIB) == [
-        "warning: 100 MiB is below one token's experts, 150 MiB: lru gives up each expert just before its next "
-        "turn",
-        "best step: from 100 to 200 MiB, +40.0 points, or 400.0 per 1000 MiB",
-        "no policy helps at 400 MiB: belady itself gains 1.0 points at most",
-    ]
+    warning, best, little = verdicts(outcomes, cycle_bytes=150 * MIB)
+    assert warning == (
+        "warning: 100 MiB is below one token's experts, 150 MiB: lru gives up each expert just before its "
+        "next turn"
+    )
+    assert best == "best step: from 100 to 200 MiB, +40.0 points, or 400.0 per 1000 MiB"
+    assert little == "no policy helps at 400 MiB: belady itself gains 1.0 points at most"
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="policy 'fifo' is not one of belady, lru, .*, engine:lru"):
+    with pytest.raises(UsageError, match=r"policy 'fifo' is not one of belady, lru, .*, engine:lru"):
         replayer("fifo", look(GOLDEN, tmp_path / "t.csv"))
 
 

@@ -62,7 +62,7 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         self._in_script = tag == "script"
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002 (the parser's)
         self._in_script = False
 
     def handle_data(self, data: str) -> None:

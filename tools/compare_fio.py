@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -93,20 +94,23 @@ def main() -> int:
     asked = parser.parse_args()
     pairs = [(int(kib), int(n)) for kib in asked.read_kib.split(",") for n in asked.lanes.split(",")]
     taken: dict[tuple[int, int], list[tuple[tuple[float, ...], tuple[float, ...]]]] = {p: [] for p in pairs}
-    for turn in range(asked.rounds):
-        for pair in pairs:
-            wait_idle(asked.idle)
-            if turn % 2:
-                ours = iobench(asked.file, *pair, asked.seconds)
-                theirs = fio(asked.file, *pair, asked.seconds, asked.fio_memory)
-            else:
-                theirs = fio(asked.file, *pair, asked.seconds, asked.fio_memory)
-                ours = iobench(asked.file, *pair, asked.seconds)
-            taken[pair].append((ours, theirs))
-        print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured by then is shown
+        for turn in range(asked.rounds):
+            for pair in pairs:
+                wait_idle(asked.idle)
+                if turn % 2:
+                    ours = iobench(asked.file, *pair, asked.seconds)
+                    theirs = fio(asked.file, *pair, asked.seconds, asked.fio_memory)
+                else:
+                    theirs = fio(asked.file, *pair, asked.seconds, asked.fio_memory)
+                    ours = iobench(asked.file, *pair, asked.seconds)
+                taken[pair].append((ours, theirs))
+            print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
     print("| KiB | lanes | iobench MiB/s | fio MiB/s | ratio (min..max) | CPU µs/MiB | fio | p50 µs | fio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (kib, lanes), rounds in taken.items():
+        if not rounds:
+            continue
         sides = zip(*rounds, strict=True)
         ours, theirs = ([statistics.median(figure) for figure in zip(*side, strict=True)] for side in sides)
         ratios = sorted(a[0] / b[0] for a, b in rounds)

@@ -3,9 +3,11 @@
     python -m tools.fuzz_gguf --cases 20000 --seed 1 --keep crashes/
 
 A worker process takes one file after the other: bmoe's own check first, then, for what that accepts,
-ggml's reader, llama.cpp's loader and a context (with --deep also one token). A worker that dies is a
-finding: its file is kept and the next worker goes on. The last line is a JSON object with the counts; the
-exit code is 1 with findings. tests/test_hostile.py runs a bounded number of the same cases.
+ggml's reader, llama.cpp's loader and a context (with --deep also one token). An assertion of llama.cpp
+ends a worker with bmoe's one line and code 1, which is counted as "gave-up"; a worker that dies of anything
+else, or takes too long, is a finding: its file is kept and the next worker goes on. The last line is a
+JSON object with the counts; the exit code is 1 with findings. tests/test_hostile.py runs a bounded number
+of the same cases.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import collections
 import json
 import os
 import random
+import select
 import shutil
 import struct
 import subprocess
@@ -26,8 +29,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_INTEGERS = (0, 1, 2, 3, 5, 7, 8, 255, 256, 511, 512, 513, 1024, 1025, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32 - 1)
+_INTEGERS = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    255,
+    256,
+    511,
+    512,
+    513,
+    1024,
+    1025,
+    65535,
+    1 << 20,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+)
 _FLOATS = (0.0, -1.0, 1e-30, 1e30, float("inf"), float("nan"))
+_PATIENCE_S = 20.0
 _TEXTS = ("", "none", "no_vocab", "llama", "gpt2", "bert", "t5", "rwkv", "yarn", "x" * 300, "%s%n", "\n")
 
 
@@ -198,13 +222,18 @@ class Worker:
         try:
             process.stdin.write(path + "\n")
             process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], _PATIENCE_S)
+            if not ready:
+                return f"died of {_PATIENCE_S:g} s without a verdict"
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if line:
             return line.rstrip("\n")
-        code = process.wait()
-        return f"died {code}: {process.stderr.read().strip()[-300:]}"
+        code, words = process.wait(), process.stderr.read().strip()
+        if code == 1 and words.startswith("bmoe: error: llama.cpp gave up") and "\n" not in words:
+            return f"gave-up {words}"
+        return f"died {code}: {words[-300:]}"
 
     def close(self) -> None:
         """Ends it."""
@@ -265,11 +294,14 @@ def cases(count: int, seed: int, models: dict[str, str]) -> Iterator[tuple[str, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the fuzzer; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="DIR", help="where files that crash are kept")
     parser.add_argument("--deep", action="store_true", help="also compute one token")
+    parser.add_argument("--verbose", action="store_true", help="also show where llama.cpp gave up")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
@@ -287,14 +319,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.truncate(max(size_bytes, len(raw)))
             verdict = worker.judge(path)
             counts[verdict.split(" ", 1)[0]] += 1
+            if verdict.startswith(("gave-up", "died")):
+                worker.close()
+                worker = Worker(options.deep)
+            if options.verbose and verdict.startswith("gave-up"):
+                print(f"case {number} ({name}): {verdict}", file=sys.stderr)
             if verdict.startswith("died"):
                 print(f"case {number} ({name}): {verdict}", file=sys.stderr)
                 findings.append({"case": number, "architecture": name, "verdict": verdict})
                 if options.keep:
                     os.makedirs(options.keep, exist_ok=True)
                     shutil.copy(path, os.path.join(options.keep, f"seed{options.seed}-{number}-{name}.gguf"))
-                worker.close()
-                worker = Worker(options.deep)
         worker.close()
     print(json.dumps({"cases": options.cases, "seed": options.seed, "counts": counts, "findings": findings}))
     return 1 if findings else 0

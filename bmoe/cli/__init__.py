@@ -34,6 +34,8 @@ class _Entry(NamedTuple):
 _COMMANDS: Final = {
     "decode": _Entry("bmoe.cli.decode", "decode", "Generate text from a prompt."),
     "doctor": _Entry("bmoe.cli.doctor", "doctor", "Check this machine, and say what to do about it."),
+    "inspect": _Entry("bmoe.cli.inspect", "inspect", "Show what a model file is."),
+    "plan": _Entry("bmoe.cli.plan", "plan", "Work out whether and how a model will run here."),
     "route": _Entry("bmoe.cli.route", "route_group", "Say what a recorded routing means for a cache."),
     "synth": _Entry("bmoe.cli.synth", "synth_group", "Write a model to run or test on."),
     "verify": _Entry("bmoe.cli.verify", "verify", "Check that streaming gives exactly what llama.cpp gives."),

@@ -10,6 +10,7 @@ interrupted) it leaves at once. Nothing is lost: every line of text and log is w
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import FrameType
 
+_LAST_WORDS: Final = b"bmoe: error: native code crashed, over a broken model or by a bug; see bmoe inspect\n"
 _GRACE_S: Final = 0.7
 _SHOW_CURSOR: Final = b"\r\x1b[?25h"
 
@@ -92,5 +94,9 @@ def run_async(main: Callable[[Interrupts], Coroutine[object, object, int]]) -> i
     """
     import uvloop  # noqa: PLC0415 (only what decodes needs it)
 
+    from bmoe.pipeline.native import lib  # noqa: PLC0415 (same)
+
+    if not faulthandler.is_enabled():  # who wants traces of faults keeps them
+        lib.bm_last_words(_LAST_WORDS)
     with Interrupts() as interrupts, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main(interrupts))

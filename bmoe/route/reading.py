@@ -117,9 +117,9 @@ class _Reader:
                 raise self._error("is not a route trace: it has no complete line")
         if not self._parts:
             raise FormatError("holds no routing", path=self._path)
-        names = self._parts[0].keys()
-        columns = {name: np.concatenate([part[name] for part in self._parts]) for name in names}
-        self._parts.clear()
+        # One column at a time, so that a long trace is not in memory twice.
+        names = list(self._parts[0])
+        columns = {name: np.concatenate([part.pop(name) for part in self._parts]) for name in names}
         if self._version is None:
             self._notes.insert(0, "there is no `# route_trace` preamble: the model is not known")
         elif self._version != "v1":

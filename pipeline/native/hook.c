@@ -2,9 +2,11 @@
  * populating the file. docs/seam.md lists every assumption made here and what happens when it fails. */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "hook.h"
 
@@ -373,3 +375,23 @@ BM_API bool bm_abort(void *userdata) { return atomic_load(&((struct bm_engine *)
 
 /* The same for a resident context: any nonzero int. */
 BM_API bool bm_flag_abort(void *flag) { return atomic_load((atomic_int *)flag) != 0; }
+
+/* --- last words -------------------------------------------------------------------------------------------- */
+
+static char last_words[256];
+
+static void on_crash(int signal) {
+    (void)signal;
+    ssize_t written = write(STDERR_FILENO, last_words, strlen(last_words));
+    (void)written;
+    _exit(1);
+}
+
+/* A fault in native code ends the process with this line and code 1, not by a signal: some broken models make
+ * llama.cpp follow a null pointer. For commands; a program that embeds bmoe keeps its own handlers. */
+BM_API void bm_last_words(const char *line) {
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    struct sigaction action = {.sa_handler = on_crash, .sa_flags = SA_RESETHAND};
+    snprintf(last_words, sizeof last_words, "%s", line);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigaction(faults[i], &action, NULL);
+}
