@@ -125,7 +125,10 @@ def test_without_a_command_help_goes_to_standard_error(run: Callable[..., Outcom
     ("words", "message"),
     [
         (["decdoe"], "no such command 'decdoe'; did you mean decode? (see bmoe --help)"),
-        (["xyz"], "no such command 'xyz'; there are decode, synth, verify (see bmoe --help)"),
+        (
+            ["xyz"],
+            "no such command 'xyz'; there are decode, doctor, inspect, plan, route, synth, verify (see bmoe --help)",
+        ),
         (["decode"], "missing option '-m' / '--model' (see bmoe decode --help)"),
         ([*DECODE, "--overlapp"], "--overlap"),
         ([*DECODE, "-t", "two"], "'two' is not a whole number from 1 to 512"),
@@ -166,11 +169,6 @@ def test_a_wrong_request_is_one_line_and_code_2(
 
 def test_the_policies_that_help_names_are_those_that_exist(run: Callable[..., Outcome]) -> None:
     assert " or ".join(sorted(POLICIES)) in run("decode", "--help").out
-
-
-def test_iobench_says_that_it_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
-    assert iobench.main() == 1
-    assert capsys.readouterr().err == "bmoe-iobench: not built yet\n"
 
 
 @pytest.mark.parametrize("code", ["import bmoe.cli", "from bmoe.cli import main; main(['--help'])"])

@@ -112,11 +112,11 @@ def main() -> int:
         if not rounds:
             continue
         sides = zip(*rounds, strict=True)
-        ours, theirs = ([statistics.median(figure) for figure in zip(*side, strict=True)] for side in sides)
+        us, them = ([statistics.median(figure) for figure in zip(*side, strict=True)] for side in sides)
         ratios = sorted(a[0] / b[0] for a, b in rounds)
         spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}..{ratios[-1]:.2f})"
-        figures = [f"{ours[0]:.0f}", f"{theirs[0]:.0f}", spread]
-        figures += [f"{side[index]:.0f}" for index in (1, 2) for side in (ours, theirs)]
+        figures = [f"{us[0]:.0f}", f"{them[0]:.0f}", spread]
+        figures += [f"{side[index]:.0f}" for index in (1, 2) for side in (us, them)]
         print(f"| {kib} | {lanes} | {' | '.join(figures)} |")
     print(json.dumps([{"read_kib": k, "lanes": n, "rounds": r} for (k, n), r in taken.items()]))
     return 0

@@ -1,6 +1,6 @@
 """Mutated GGUF headers against bmoe's check and llama.cpp's loader: what the check accepts must not crash.
 
-    python -m tools.fuzz_gguf --cases 20000 --seed 1 --keep crashes/
+    python -m bmoe.tools.fuzz_gguf --cases 20000 --seed 1 --keep crashes/
 
 A worker process takes one file after the other: bmoe's own check first, then, for what that accepts,
 ggml's reader, llama.cpp's loader and a context (with --deep also one token). An assertion of llama.cpp
@@ -193,13 +193,13 @@ def _change_tensor(header: Header, dice: random.Random) -> None:
         tensor[0] = dice.choice(header.tensors)[0] if dice.random() < 0.3 else tensor[0] + "x"
 
 
-def bases(folder: str) -> dict[str, str]:
-    """A tiny model of every architecture, by name."""
+def bases(folder: str, architectures: Sequence[str] = ()) -> dict[str, str]:
+    """A tiny model of each of these architectures, by name; of all that can be made if none is named."""
     from bmoe.synth import random_model, tiny_shape
     from bmoe.synth.architectures import ARCHITECTURES
 
     found = {}
-    for name in sorted(ARCHITECTURES):
+    for name in architectures or sorted(ARCHITECTURES):
         shape = replace(tiny_shape(name), layers=4, experts=4, top_k=2)
         found[name] = os.path.join(folder, f"{name}.gguf")
         random_model(found[name], shape=shape, quantisation="Q8_0")
@@ -210,7 +210,7 @@ class Worker:
     """A process that judges files, one line each way."""
 
     def __init__(self, deep: bool) -> None:
-        command = [sys.executable, "-m", "tools.fuzz_gguf", "--worker", *(["--deep"] if deep else [])]
+        command = [sys.executable, "-m", "bmoe.tools.fuzz_gguf", "--worker", *(["--deep"] if deep else [])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
