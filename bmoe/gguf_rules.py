@@ -40,8 +40,15 @@ _NOT_ZERO: Final = {
     "phimoe": ("rope.dimension_count",),
 }
 _NEEDED: Final = {"afmoe": ("attention.sliding_window",), "mellum": ("attention.sliding_window",)}
-_CONVOLUTION = re.compile(r"^(blk\.\d+\.ssm_conv1d)\.weight$")
-_BIASED_CONVOLUTIONS: Final = ("granitehybrid", "nemotron_h_moe", "nemotron_h")
+_CONVOLUTION = re.compile(r"^(blk\.\d+\.)ssm_conv1d\.weight$")
+_WITH_CONVOLUTION: Final = {
+    "granitehybrid": (("ssm_conv1d.bias",),),
+    "nemotron_h": (("ssm_conv1d.bias",),),
+    "nemotron_h_moe": (("ssm_conv1d.bias",),),
+    "qwen35": (("attn_qkv.weight",), ("attn_gate.weight",)),
+    "qwen35moe": (("attn_qkv.weight",), ("attn_gate.weight",)),
+    "qwen3next": (("attn_qkv.weight", "ssm_in.weight"), ("attn_gate.weight", "ssm_in.weight")),
+}
 
 
 class _Where(TypedDict):
@@ -60,17 +67,7 @@ def check_rules(facts: GgufFacts) -> None:
         _refuse(
             facts, "general.architecture", "is no name that llama.cpp knows", f"{facts.architecture[:32]}…"
         )
-    for tensor in facts.tensors:
-        where: _Where = {
-            "path": facts.paths[tensor.file],
-            "offset_bytes": tensor.offset_bytes,
-            "field": tensor.name,
-        }
-        if tensor.offset_bytes % _TENSOR_ALIGNMENT:
-            raise FormatError(f"llama.cpp needs tensors at multiples of {_TENSOR_ALIGNMENT} bytes", **where)
-        # A null function of the type is called. Tables of indices are looked up, never multiplied.
-        if tensor.type_name in NO_WEIGHTS and not tensor.name.endswith(_INDEX_TABLES):
-            raise FormatError(f"weights cannot be of type {tensor.type_name}", **where)
+    _check_tensors(facts)
     tokenizer = facts.metadata.get("tokenizer.ggml.model")
     if tokenizer in _NO_VOCABULARY:
         _refuse(facts, "tokenizer.ggml.model", "has no vocabulary to read prompts with", tokenizer)
@@ -88,11 +85,31 @@ def check_rules(facts: GgufFacts) -> None:
                 _refuse(facts, rule.name(key), "is missing", None)
         _check_experts(rule)
         _check_expert_layers(facts)
-    if facts.architecture in _BIASED_CONVOLUTIONS:
-        names = {tensor.name for tensor in facts.tensors}
-        for match in filter(None, map(_CONVOLUTION.match, names)):
-            if f"{match[1]}.bias" not in names:
-                _refuse(facts, f"{match[1]}.bias", "is missing", None)
+    _check_convolutions(facts)
+
+
+def _check_tensors(facts: GgufFacts) -> None:
+    for tensor in facts.tensors:
+        where: _Where = {
+            "path": facts.paths[tensor.file],
+            "offset_bytes": tensor.offset_bytes,
+            "field": tensor.name,
+        }
+        if tensor.offset_bytes % _TENSOR_ALIGNMENT:
+            raise FormatError(f"llama.cpp needs tensors at multiples of {_TENSOR_ALIGNMENT} bytes", **where)
+        # A null function of the type is called. Tables of indices are looked up, never multiplied.
+        if tensor.type_name in NO_WEIGHTS and not tensor.name.endswith(_INDEX_TABLES):
+            raise FormatError(f"weights cannot be of type {tensor.type_name}", **where)
+
+
+def _check_convolutions(facts: GgufFacts) -> None:
+    """A recurrent layer has what its convolution is used with."""
+    needs = _WITH_CONVOLUTION.get(facts.architecture, ())
+    names = {tensor.name for tensor in facts.tensors}
+    for match in filter(None, map(_CONVOLUTION.match, names)):
+        for alternatives in needs:
+            if not any(match[1] + name in names for name in alternatives):
+                _refuse(facts, match[1] + alternatives[0], "is missing", None)
 
 
 def _check_experts(rule: _Rules) -> None:

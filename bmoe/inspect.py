@@ -137,9 +137,7 @@ def summarise(layout: ModelLayout) -> ModelSummary:
 
 def worst_read_bytes(layout: ModelLayout, block_bytes: int) -> int:
     """What one token reads when nothing it is routed to is there: whole blocks, its largest experts."""
-    return sum(
-        sum(heapq.nlargest(layout.top_k, _windows(tensor, block_bytes))) for tensor in layout.tensors
-    )
+    return sum(sum(heapq.nlargest(layout.top_k, _windows(tensor, block_bytes))) for tensor in layout.tensors)
 
 
 def _windows(tensor: StreamedTensor, block_bytes: int) -> Iterable[int]:

@@ -197,7 +197,7 @@ class _Planner:
 
     def _advice(self, cache_bytes: int | None, reads: tuple[int, int] | None) -> list[str]:
         layout = self._layout
-        found = []
+        found: list[str] = []
         fixed = layout.dense_bytes + self._kv + self._compute + PROCESS_BYTES
         if not layout.is_moe:
             return found

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 
 _CYCLE_DISCOUNT = 0.2
+_RECURRING_DISCOUNT = 0.3
+# Worth of a count by turns since the last use: three times it at once, half of the surplus 1.5 turns later.
+_RECENT = 1.0 + 2.0 * 2.0 ** (-np.arange(64) / 1.5)
 
 
 def _lowest(keys: NDArray[np.float64], candidates: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -54,6 +57,30 @@ class AgedFrequency:
         return _lowest(keys, candidates, count)
 
 
+class RecurringFrequency:
+    """`aged`, with an expert that its layer has just used worth up to three times its count.
+
+    Routing repeats: an expert used in its layer's last turn is used in the next one two to three times as
+    often as its count alone says, which fades within a few turns. Turns are counted in the expert's own
+    layer: one still to come in this batch is a turn younger than the clock says. Tuned with a half-life of
+    24 batches on the recorded traces (docs/LOG.md).
+    """
+
+    name = "recurring"
+
+    def __init__(self, history: UseHistory) -> None:
+        self._history = history
+
+    def victims(self, candidates: NDArray[np.int32], count: int, layer: int) -> NDArray[np.int32]:
+        """See `EvictionPolicy.victims`."""
+        h = self._history
+        layers = h.layer_of[candidates]
+        turns = int(h.last_use.max()) - h.last_use[candidates].astype(np.int64) - (layers > layer)
+        until_next = (layers - layer - 1) % h.layers
+        keys = h.frequency[candidates] * _RECENT[np.clip(turns, 0, len(_RECENT) - 1)]
+        return _lowest(keys * (1.0 - _RECURRING_DISCOUNT / h.layers * until_next), candidates, count)
+
+
 class LeastRecentlyUsed:
     """Gives up the experts used longest ago; within one batch, the earliest layer's first."""
 
@@ -72,6 +99,7 @@ class LeastRecentlyUsed:
 POLICIES: dict[str, Callable[[UseHistory], EvictionPolicy]] = {
     AgedFrequency.name: AgedFrequency,
     LeastRecentlyUsed.name: LeastRecentlyUsed,
+    RecurringFrequency.name: RecurringFrequency,
 }
 
 

@@ -21,7 +21,6 @@ from bmoe.config import GenerateRequest
 from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, FileError, FormatError, UsageError
 from bmoe.model import lay_out
-from bmoe.session import Session
 from bmoe.synth import random_model, tiny_shape
 from bmoe.synth.architectures import ARCHITECTURES
 from bmoe.verify import VerifyReport, trace, verify
@@ -29,6 +28,7 @@ from tests.models import model_folder, tiny_moe
 from tests.runs import cache_of_part, config, layout_of, run
 
 if TYPE_CHECKING:
+    from bmoe.session import Session
     from bmoe.synth import ModelShape
     from bmoe.verify import LogitsTrace
 
@@ -195,7 +195,7 @@ def test_the_files_own_number_of_experts_is_not_lossy() -> None:
 
 
 def test_more_experts_than_there_are_are_refused() -> None:
-    with pytest.raises(UsageError, match="13 experts per token: .* has 12"):
+    with pytest.raises(UsageError, match=r"13 experts per token: .* has 12"):
         gate(gate_model("qwen3moe"), n_expert_used=13)
 
 

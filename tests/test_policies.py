@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bmoe.io.errors import UsageError
 from bmoe.pipeline.policy import UseHistory
-from bmoe.policies import POLICIES, AgedFrequency, LeastRecentlyUsed, policy_named
+from bmoe.policies import POLICIES, AgedFrequency, LeastRecentlyUsed, RecurringFrequency, policy_named
 
 LAYERS, EXPERTS = 3, 2  # entries 0 1 | 2 3 | 4 5
 
@@ -51,6 +51,14 @@ def test_aged_gives_up_the_least_used_first() -> None:
 )
 def test_aged_breaks_ties_towards_the_layer_whose_turn_is_farthest(layer: int, wanted: list[int]) -> None:
     assert order("aged", history([1] * 6, [2.0] * 6), EVERY, 6, layer) == wanted
+
+
+def test_recurring_spares_what_its_layer_has_just_used() -> None:
+    """Equal counts, layer 1 in flight at batch 9; age is in turns of the expert's own layer."""
+    h = history([9, 8, 9, 8, 8, 7], [2.0] * 6)
+    # Entries 0, 2 (this batch) and 4 (whose layer is still to come) were used in their layer's last turn.
+    assert order("recurring", h, EVERY, 6, layer=1) == [3, 1, 5, 2, 0, 4]
+    assert order("aged", h, EVERY, 6, layer=1) == [2, 3, 0, 1, 4, 5]
 
 
 def test_aged_lets_the_cycle_outweigh_a_small_difference_only() -> None:
@@ -125,7 +133,11 @@ def test_a_ranking_is_the_head_of_the_full_ranking(
 
 
 def test_policies_are_found_by_name() -> None:
-    assert dict(POLICIES) == {"aged": AgedFrequency, "lru": LeastRecentlyUsed}
+    assert dict(POLICIES) == {
+        "aged": AgedFrequency,
+        "lru": LeastRecentlyUsed,
+        "recurring": RecurringFrequency,
+    }
     assert policy_named("lru") is LeastRecentlyUsed
     with pytest.raises(UsageError, match="cache policy 'fifo' is not one of aged, lru"):
         policy_named("fifo")

@@ -17,7 +17,6 @@ from bmoe.cli.options import Number
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bmoe.route.outcomes import Outcome, Speed
     from bmoe.route.report import Report
     from bmoe.route.trace import RouteTrace
 
@@ -214,6 +213,7 @@ def replay(
     """
     from bmoe.io.errors import UsageError  # noqa: PLC0415 (keeps `--help` fast)
     from bmoe.route.outcomes import DEFAULT_BUDGETS_MIB, Speed, default_policies  # noqa: PLC0415 (same)
+    from bmoe.route.replay_report import replay_report  # noqa: PLC0415 (same)
 
     _one_format(as_json=as_json, as_csv=as_csv)
     if (bandwidth is None) != (compute_ms is None):
@@ -230,123 +230,15 @@ def replay(
         if i and not as_json:
             click.echo()
         trace = _selected(path, phase="all", turn=turn, layers=None, steps=None)
-        report = _replay_report(
+        report = replay_report(
             trace,
-            names,
-            budgets or list(DEFAULT_BUDGETS_MIB),
-            speed or None,
-            validate_mib,
+            policies=names,
+            budgets_mib=budgets or list(DEFAULT_BUDGETS_MIB),
+            speed=speed or None,
+            validate_mib=validate_mib,
             grids=not (as_json or as_csv),
         )
         _show(report, as_json=as_json, as_csv=as_csv)
-
-
-def _replay_report(
-    trace: RouteTrace,
-    names: Sequence[str],
-    budgets: Sequence[int],
-    speed: Speed | None,
-    validate_mib: int | None,
-    *,
-    grids: bool,
-) -> Report:
-    from dataclasses import astuple  # noqa: PLC0415 (keeps `--help` fast)
-
-    from bmoe.route.analyze import heading, trace_facts  # noqa: PLC0415 (same)
-    from bmoe.route.lookups import make_lookups  # noqa: PLC0415 (same)
-    from bmoe.route.outcomes import replay as run  # noqa: PLC0415 (same)
-    from bmoe.route.outcomes import validate, verdicts  # noqa: PLC0415 (same)
-    from bmoe.route.report import Report, Table  # noqa: PLC0415 (same)
-
-    lookups = make_lookups(trace)
-    outcomes = run(lookups, policies=names, budgets_mib=budgets, speed=speed)
-    columns = {
-        "budget_mib": "",
-        "policy": "",
-        "hit_pct_cum": ".1f",
-        "hit_pct_decode": ".1f",
-        "read_mib": ".0f",
-        "read_mib_per_token": ".1f",
-        "ideal_tokens_per_s": ".2f",
-        "layered_tokens_per_s": ".2f",
-    }
-    rows = [tuple(getattr(outcome, name) for name in columns) for outcome in outcomes]
-    tables = [
-        Table(
-            name="replay",
-            title="decode hits in % by budget in MiB",
-            columns=columns,
-            rows=rows,
-            text=_by_budget(outcomes, names, "hit_pct_decode", ".1f"),
-        )
-    ]
-    remarks = verdicts(outcomes, cycle_bytes=lookups.cycle_bytes)
-    if validate_mib is not None:
-        found = validate(trace, lookups, validate_mib)
-        remarks.append(
-            f"validation at {found.budget_mib} MiB: recorded {found.recorded_pct:.1f} % of {found.lookups} "
-            f"decode lookups as hits, lru replayed {found.replayed_pct:.1f} %; {found.equal_pct:.2f} % of "
-            "them agree"
-        )
-        tables.append(
-            Table(
-                name="validation",
-                title=f"lru replay at {validate_mib} MiB against the record",
-                columns={
-                    "budget_mib": "",
-                    "recorded_pct": ".1f",
-                    "replayed_pct": ".1f",
-                    "equal_pct": ".2f",
-                    "lookups": "",
-                },
-                rows=[astuple(found)],
-            )
-        )
-    if grids:
-        tables += _replay_grids(outcomes, names, with_speed=speed is not None)
-    return Report(
-        tool="bmoe route replay",
-        trace=trace_facts(trace),
-        heading=heading(trace),
-        tables=tables,
-        remarks=remarks,
-        notes=trace.notes,
-    )
-
-
-def _replay_grids(outcomes: Sequence[Outcome], names: Sequence[str], *, with_speed: bool) -> list[Any]:
-    """What the text has beside hits, one grid per figure; programs find all of it in the first table."""
-    from bmoe.route.report import Table  # noqa: PLC0415 (keeps `--help` fast)
-
-    figures = [
-        ("hit_pct_cum", "hits in %, the prompt included", ".1f"),
-        ("read_mib_per_token", "MiB read per token", ".1f"),
-    ]
-    if with_speed:
-        figures += [
-            ("ideal_tokens_per_s", "tokens per second if reads overlap perfectly within a token", ".2f"),
-            ("layered_tokens_per_s", "tokens per second if reads overlap within a layer", ".2f"),
-        ]
-    return [
-        Table(name=name, title=title, columns={}, rows=[], text=_by_budget(outcomes, names, name, form))
-        for name, title, form in figures
-    ]
-
-
-def _by_budget(outcomes: Sequence[Outcome], names: Sequence[str], figure: str, form: str) -> list[str]:
-    values: dict[int, dict[str, str]] = {}
-    for outcome in outcomes:
-        value = getattr(outcome, figure)
-        values.setdefault(outcome.budget_mib, {})[outcome.policy] = (
-            "-" if value is None else f"{value:{form}}"
-        )
-    widths = [max(len(name), 7) for name in names]
-    lines = ["      MiB  " + "  ".join(f"{name:>{w}}" for name, w in zip(names, widths, strict=True))]
-    for budget, row in values.items():
-        lines.append(
-            f"{budget:>9}  " + "  ".join(f"{row[n]:>{w}}" for n, w in zip(names, widths, strict=True))
-        )
-    return lines
 
 
 @route_group.command(short_help="Replay dropping of cold experts against a smaller top-k.")

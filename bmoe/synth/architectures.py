@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Keys = dict[str, MetadataValue]
 
 _SIGMOID: Final = 2  # llama.cpp's number of a gating function
-_WINDOW_TOKENS: Final = 256
+_WINDOW_TOKENS: Final = 32  # shorter than any test's prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,7 +381,7 @@ ARCHITECTURES: Final = {
         nextn=layer_of(_GLM, _BIASED_SHARED_MOE, nextn_tensors),
     ),
     "gpt-oss": Architecture(
-        keys=_plus(_expert_width, attention__sliding_window=u32(128)),
+        keys=_plus(_expert_width, attention__sliding_window=u32(_WINDOW_TOKENS)),
         block=layer_of(
             attention(biased=True),
             biases_of_width("attn_output"),
