@@ -414,7 +414,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def burst_s(drive: list[dict[str, Any]], reads: int) -> float:
     """Median time of a burst of this many reads, between measured sizes by interpolation."""
-    points: list[tuple[int, float]] = [(n, statistics.median([r["burst_s"][str(n)] for r in drive])) for n in BURSTS]
+    points: list[tuple[int, float]] = [
+        (n, statistics.median([r["burst_s"][str(n)] for r in drive])) for n in BURSTS
+    ]
     for (n0, t0), (n1, t1) in itertools.pairwise(points):
         if reads <= n1:
             return t0 + (t1 - t0) * (reads - n0) / (n1 - n0)
