@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import bmoe
-from bmoe.cli import _COMMANDS, _bmoe, decode_run, iobench, main
+from bmoe.cli import _COMMANDS, _bmoe, decode_run, main
 from bmoe.cli.progress import ProgressDisplay
 from bmoe.io.errors import FormatError, ReadError
 from bmoe.policies import POLICIES
@@ -127,7 +127,10 @@ def test_without_a_command_help_goes_to_standard_error(run: Callable[..., Outcom
         (["decdoe"], "no such command 'decdoe'; did you mean decode? (see bmoe --help)"),
         (
             ["xyz"],
-            "no such command 'xyz'; there are decode, doctor, inspect, plan, route, synth, verify (see bmoe --help)",
+            (
+                "no such command 'xyz'; there are decode, doctor, inspect, plan, route, synth, verify "
+                "(see bmoe --help)"
+            ),
         ),
         (["decode"], "missing option '-m' / '--model' (see bmoe decode --help)"),
         ([*DECODE, "--overlapp"], "--overlap"),

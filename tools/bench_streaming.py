@@ -242,7 +242,7 @@ def run_child(side: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if procs is not None:
             command = ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command]
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False
+            command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False, env=quiet
         )
         time.sleep(0.2)
     if done.returncode:
