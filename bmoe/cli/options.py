@@ -123,7 +123,9 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
         click.option(
             "--cache-floor-mb", type=Number(0, 1 << 24), help="With auto: MiB of memory to leave free."
         ),
-        click.option("--policy", default="aged", show_default=True, metavar="NAME", help="aged or lru."),
+        click.option(
+            "--policy", default="aged", show_default=True, metavar="NAME", help="aged or lru or recurring."
+        ),
         click.option(
             "--io-backend",
             type=click.Choice(["auto", "uring", "threads"]),
