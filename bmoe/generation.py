@@ -21,11 +21,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bmoe.config import GenerateRequest
+    from bmoe.runtime import Context, Model
     from bmoe.session import Session
 
 End = Literal["length", "eog", "cancelled", "error", "forced"]
 Event = TokenEvent | PrefillProgress | None
 """None is the end."""
+
+
+def prompt_tokens(model: Model, context: Context, request: GenerateRequest) -> list[int]:
+    """The prompt's token ids; at least one, and with room for what is to be generated.
+
+    Raises:
+        UsageError: The prompt is empty, or prompt and tokens do not fit the context.
+    """
+    tokens = model.tokenize(request.prompt)
+    if not tokens:
+        raise UsageError("the prompt is empty")
+    needed = len(tokens) + request.n_predict
+    if needed > context.context_tokens:
+        raise UsageError(
+            f"{len(tokens)} prompt tokens and {request.n_predict} to generate do not fit a context of "
+            f"{context.context_tokens}",
+            hint=f"use -c {needed} or more, or a smaller -n",
+        )
+    return tokens
 
 
 class Meter:
@@ -117,16 +137,7 @@ class Generation:
     def _generate(self) -> None:
         session, request = self._session, self._request
         context, model = session.context, session.model
-        tokens = model.tokenize(request.prompt)
-        if not tokens:
-            raise UsageError("the prompt is empty")
-        needed = len(tokens) + request.n_predict
-        if needed > context.context_tokens:
-            raise UsageError(
-                f"{len(tokens)} prompt tokens and {request.n_predict} to generate do not fit a context of "
-                f"{context.context_tokens}",
-                hint=f"use -c {needed} or more, or a smaller -n",
-            )
+        tokens = prompt_tokens(model, context, request)
         context.clear()
         if session.streaming:
             session.streaming.streamer.submit_latencies_ns.clear()

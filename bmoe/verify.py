@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bmoe.io.errors import UsageError
+from bmoe.generation import prompt_tokens
 from bmoe.session import Session
 
 if TYPE_CHECKING:
@@ -65,14 +65,7 @@ async def trace(session: Session, request: GenerateRequest) -> LogitsTrace:
 
     def run() -> LogitsTrace:
         context, model = session.context, session.model
-        prompt = model.tokenize(request.prompt)
-        if not prompt:
-            raise UsageError("the prompt is empty")
-        needed = len(prompt) + request.n_predict
-        if needed > context.context_tokens:
-            raise UsageError(
-                f"{needed} tokens do not fit a context of {context.context_tokens}", hint=f"use -c {needed}"
-            )
+        prompt = prompt_tokens(model, context, request)
         context.clear()
         everything = hashlib.sha256()
         positions: list[bytes] = []
