@@ -22,10 +22,13 @@ setup(
     ext_modules=[
         Extension(
             "bmoe.pipeline._hook",
-            sources=["pipeline/native/hook.c", "pipeline/native/residency.c", "pipeline/native/kernel.c"],
+            sources=[
+                f"pipeline/native/{name}.c"
+                for name in ("hook", "residency", "kernel", "routing", "node_trace")
+            ],
             depends=["pipeline/native/hook.h", "pipeline/native/ggml_abi.h"],
             extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
-            libraries=["dl", "pthread"],
+            libraries=["dl", "pthread", "m"],
         )
     ],
     cmdclass={"build_ext": BuildSharedLibrary},

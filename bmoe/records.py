@@ -43,6 +43,15 @@ class EffectiveConfig:
         lazy_map: Whether the file was mapped without reading it; None when resident.
         repack: Whether llama.cpp's repacked layouts are in use.
         llama_cpp_version, bmoe_version: Versions.
+        dense_weights: Where the weights that are no experts are; None when resident.
+        chat_template: Whether the model has a chat template that works.
+        chat_template_problem: Why not, when it has one.
+        think_control: How reasoning can be turned off: "template" (the template has a switch), "prefill"
+            (the answer is begun for the model) or "none"; None without a template.
+        traced: Tracing that perturbs the run, in words; None when there is none.
+        lossy: What may change the output, in words; None when nothing does.
+        warm_experts: Experts to be preloaded; None when resident or not asked for.
+        give_back: Whether the cache shrinks under memory pressure; None when resident.
     """
 
     mode: Literal["streaming", "resident"]
@@ -79,6 +88,14 @@ class EffectiveConfig:
     llama_cpp_version: str
     bmoe_version: str
     file_top_k: int | None = None
+    dense_weights: str | None = None
+    chat_template: bool = False
+    chat_template_problem: str | None = None
+    think_control: Literal["template", "prefill", "none"] | None = None
+    traced: str | None = None
+    lossy: str | None = None
+    warm_experts: int | None = None
+    give_back: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,40 +130,97 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySample:
+    """Memory of the process and of the machine at one moment; None where the kernel does not say."""
+
+    rss_bytes: int | None
+    rss_anon_bytes: int | None
+    rss_file_bytes: int | None
+    swap_bytes: int | None
+    mem_available_bytes: int | None
+    mem_free_bytes: int | None
+    swap_free_bytes: int | None
+    dense_resident: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMetrics:
+    """What one llama_decode did in one layer with experts.
+
+    Attributes:
+        layer: The file's `blk.N`.
+        lookups, hits: Unique experts looked up; of those found.
+        read_bytes: Bytes of slices asked for.
+        stall_ns: Waiting for them, summed over threads, divided by threads.
+        experts_ns: In the layer's expert matmuls, waiting included, as seen by one compute thread.
+    """
+
+    layer: int
+    lookups: int
+    hits: int
+    read_bytes: int
+    stall_ns: int
+    experts_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
     """Measurements around one llama_decode (a token, or one batch of the prompt).
+
+    `wall_ns` is `stall_ns + hook_ns + compute_ns`; what runs beside (the event loop, the drive) is counted
+    for itself.
 
     Attributes:
         tokens: Tokens computed.
         wall_ns: The call.
         stall_ns: Compute threads blocked on reads, summed over threads, divided by threads; None resident.
-        experts_ns: In expert matmuls, waiting included, as seen by one compute thread; None resident.
         hook_ns: Announcing (looking up, posting), on the critical path; None resident.
+        compute_ns: What remains.
+        experts_ns: In expert matmuls, waiting included, as seen by one compute thread; None resident.
         loop_ns: Event loop busy with streaming; None resident.
         lookups, hits: Unique experts looked up, and of those found; None resident.
         reads, read_bytes: Reads started and bytes of their aligned windows; None resident.
+        speculative_bytes: Of those, read before they were asked for; None resident.
         evictions, rereads: None resident.
+        slots_used: At the end; None resident.
+        cache_bytes: Budget at the end; None resident.
+        submit_latency_ns: Mean time from routing known to its first reads handed over; None without reads.
+        read_latency_ns: Mean time of a read from handed over to done; None without reads.
+        io_busy_ns: Time with at least one read in flight; None resident.
+        dropped: Experts left out by `drop_cold_experts`; None when that is off.
         cpu_ns: CPU time of the whole process.
         minor_faults, major_faults: Of the whole process.
         overhead_ns: Between the previous llama_decode and this one; None for the first.
+        memory: Sampled now and then; None in between.
+        layers: By layer, when asked for; else None.
     """
 
     tokens: int
     wall_ns: int
     stall_ns: int | None
-    experts_ns: int | None
     hook_ns: int | None
+    compute_ns: int
+    experts_ns: int | None
     loop_ns: int | None
     lookups: int | None
     hits: int | None
     reads: int | None
     read_bytes: int | None
+    speculative_bytes: int | None
     evictions: int | None
     rereads: int | None
+    slots_used: int | None
+    cache_bytes: int | None
+    submit_latency_ns: int | None
+    read_latency_ns: int | None
+    io_busy_ns: int | None
+    dropped: int | None
     cpu_ns: int
     minor_faults: int
     major_faults: int
     overhead_ns: int | None
+    memory: MemorySample | None = None
+    layers: tuple[LayerMetrics, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +230,9 @@ class TokenEvent:
     Attributes:
         index: From 0.
         token: Its id.
-        text: What became complete with it (an unfinished character is held back).
+        text: What became complete with it of the answer (an unfinished character, and what may be the start
+            of a stop string, is held back).
+        reasoning: The same of the reasoning before the answer.
         metrics: Of the llama_decode that consumed it; every token that is reported has been decoded.
     """
 
@@ -164,6 +240,12 @@ class TokenEvent:
     token: int
     text: str
     metrics: StepMetrics
+    reasoning: str = ""
+
+
+End = Literal["length", "eog", "stop", "context", "cancelled", "error", "forced"]
+"""Why a generation ended: as many tokens as asked for, the model's own end, a stop string, the context is
+full, `cancel`, an error, forced tokens used up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,12 +253,12 @@ class RunSummary:
     """One generation, summed up. Decode figures exclude the prompt.
 
     Attributes:
-        end: Why it ended: "length", "eog", "cancelled", "error", "forced" (forced tokens used up).
+        end: Why it ended.
         prompt_tokens, tokens: Prefilled, generated.
         prefill_ns, decode_ns: Sums of llama_decode wall time.
         prefill_read_bytes, decode_read_bytes: None resident.
         hit_rate: Decode hits over lookups, 0 to 1; None when resident or nothing was looked up.
-        stall_ns: Decode, per `StepMetrics.stall_ns`; None resident.
+        stall_ns, hook_ns, compute_ns: Decode, per `StepMetrics`; the first two None resident.
         overhead_ns: Decode time outside llama_decode.
         cpu_ns: Of decode.
         submit_latency_ns_p50, submit_latency_ns_p99: Routing known to the first reads handed to the kernel
@@ -184,9 +266,16 @@ class RunSummary:
         slots_used, slots_total: Now; None resident.
         evictions, rereads, reads: Decode; None resident.
         peak_rss_bytes: Of the process so far, or None.
+        turn: Generations before this one in the session.
+        reused_tokens: Of the context, that the generation found computed and did not compute again.
+        full_prefill_reason: Why nothing was reused though the conversation went on; None otherwise.
+        context_tokens_used: Tokens in the context now.
+        shifts: Times that the context was shifted.
+        seed: Of the sampler; None when greedy.
+        dropped, routed: Experts left out, of those chosen by the router, in decode; None when off.
     """
 
-    end: Literal["length", "eog", "cancelled", "error", "forced"]
+    end: End
     prompt_tokens: int
     tokens: int
     prefill_ns: int
@@ -205,6 +294,16 @@ class RunSummary:
     rereads: int | None
     reads: int | None
     peak_rss_bytes: int | None
+    hook_ns: int | None = None
+    compute_ns: int = 0
+    turn: int = 0
+    reused_tokens: int = 0
+    full_prefill_reason: str | None = None
+    context_tokens_used: int = 0
+    shifts: int = 0
+    seed: int | None = None
+    dropped: int | None = None
+    routed: int | None = None
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -217,3 +316,35 @@ class RunSummary:
         return (
             self.prompt_tokens / (self.prefill_ns / 1e9) if self.prompt_tokens and self.prefill_ns else None
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheState:
+    """The expert cache now.
+
+    Attributes:
+        cache_bytes: Budget.
+        slots_used, slots_ready, slots_total: Holding or receiving a slice; with memory; under the budget.
+        lookups, hits: Unique experts since the session opened.
+    """
+
+    cache_bytes: int
+    slots_used: int
+    slots_ready: int
+    slots_total: int
+    lookups: int
+    hits: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheResize:
+    """The expert cache was made larger or smaller.
+
+    Attributes:
+        from_bytes, cache_bytes: Budget before and now.
+        reason: "asked", or what the pressure was.
+    """
+
+    from_bytes: int
+    cache_bytes: int
+    reason: str

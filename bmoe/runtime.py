@@ -171,12 +171,12 @@ class Model:
                 return list(tokens[:n])
             size = -n
 
-    def piece(self, token: int) -> bytes:
-        """The bytes a token stands for; special tokens are empty."""
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for; of control tokens nothing, or with `special` their names."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = self._llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            n = self._llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
@@ -184,6 +184,29 @@ class Model:
     def is_end_of_generation(self, token: int) -> bool:
         """Whether the vocabulary lists `token` as ending a generation."""
         return bool(self._llama.llama_vocab_is_eog(self.vocab, token))
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` steers (ends, roles, channels) instead of being text."""
+        return bool(self._llama.llama_vocab_is_control(self.vocab, token))
+
+    @property
+    def bos_text(self) -> str:
+        """The name of the token that begins a text; empty when there is none."""
+        return self._name(self._llama.llama_vocab_bos(self.vocab))
+
+    @property
+    def eos_text(self) -> str:
+        """The name of the token that ends a text; empty when there is none."""
+        return self._name(self._llama.llama_vocab_eos(self.vocab))
+
+    def _name(self, token: int) -> str:
+        return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether some of its memory is a running state, which cannot be rolled back."""
+        L = self._llama  # noqa: N806
+        return bool(L.llama_model_is_recurrent(self.handle) or L.llama_model_is_hybrid(self.handle))
 
     def close(self) -> None:
         """Frees the model; every context of it must be gone."""
@@ -203,7 +226,7 @@ def _overrides(module: Any, values: Sequence[tuple[str, int]]) -> Any:
 
 
 class Context:
-    """A `llama_context`: one sequence, greedy.
+    """A `llama_context`: one sequence.
 
     Args:
         model: Outlives the context.
@@ -254,14 +277,21 @@ class Context:
         self._memory = L.llama_get_memory(self.handle)
         self._batch: Any = L.llama_batch_init(config.ubatch_tokens, 0, 1)
         self._engine_handle = engine_handle
-        self.n_past = 0
+        self.tokens: list[int] = []
+        """What is in the context, position by position."""
 
-    def decode(self, tokens: Sequence[int], *, logits: str = "last") -> None:
+    @property
+    def n_past(self) -> int:
+        """Tokens in the context."""
+        return len(self.tokens)
+
+    def decode(self, tokens: Sequence[int], *, logits: str = "last", prefill: bool = False) -> None:
         """Computes up to `batch_tokens` tokens after those already there.
 
         Args:
             tokens: The batch.
             logits: "last", "all" or "none": which rows get logits.
+            prefill: Whether these are the prompt's.
 
         Raises:
             Aborted: The engine told the compute threads to leave; nothing of the batch is kept.
@@ -271,14 +301,15 @@ class Context:
         assert 0 < n <= self.batch_tokens
         b = self._batch
         b.n_tokens = n
+        n_past = self.n_past
         for i, token in enumerate(tokens):
             b.token[i] = token
-            b.pos[i] = self.n_past + i
+            b.pos[i] = n_past + i
             b.n_seq_id[i] = 1
             b.seq_id[i][0] = 0
             b.logits[i] = logits == "all" or (logits == "last" and i == n - 1)
         if self._engine_handle is not None:
-            lib.bm_begin_batch(self._engine_handle)
+            lib.bm_begin_batch(self._engine_handle, n_past, n, int(not prefill))
         with log_lines() as lines:
             status = self._llama.llama_decode(self.handle, b)
         if status == _ABORTED:
@@ -290,7 +321,7 @@ class Context:
             )
         if status != 0:
             raise DecodeError(f"llama_decode failed with {status}: {'; '.join(lines) or 'no reason given'}")
-        self.n_past += n
+        self.tokens.extend(tokens)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """[vocab] logits of batch row `row` (-1: the last that has them). Valid until the next decode."""
@@ -306,15 +337,32 @@ class Context:
     def clear(self) -> None:
         """Forgets all tokens."""
         self._llama.llama_memory_clear(self._memory, True)
-        self.n_past = 0
+        self.tokens.clear()
 
     def truncate(self, n_past: int) -> bool:
         """Forgets tokens from position `n_past` on. False when this model's memory cannot."""
         if n_past == self.n_past:
             return True
+        if n_past == 0:
+            self.clear()
+            return True
         if not self._llama.llama_memory_seq_rm(self._memory, 0, n_past, -1):
             return False
-        self.n_past = n_past
+        del self.tokens[n_past:]
+        return True
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether `shift` works with this model's memory."""
+        return bool(self._llama.llama_memory_can_shift(self._memory))
+
+    def shift(self, keep: int, discard: int) -> bool:
+        """Forgets `discard` tokens after the first `keep`; later ones move up. False when it cannot."""
+        L, memory = self._llama, self._memory  # noqa: N806
+        if not self.can_shift or not L.llama_memory_seq_rm(memory, 0, keep, keep + discard):
+            return False
+        L.llama_memory_seq_add(memory, 0, keep + discard, -1, -discard)
+        del self.tokens[keep : keep + discard]
         return True
 
     def close(self) -> None:

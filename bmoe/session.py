@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bmoe import __version__
 from bmoe.budget import CacheBudget, cache_budget
+from bmoe.dialogue import Dialogue
 from bmoe.generation import Generation
 from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
@@ -28,6 +29,8 @@ from bmoe.model import lay_out
 from bmoe.pipeline.native import STOP_CANCEL, STOP_FAULT, STOP_IO, STOP_STALL, bind_ggml
 from bmoe.pipeline.slots import total_slot_bytes
 from bmoe.records import (
+    CacheResize,
+    CacheState,
     EffectiveConfig,
     LoadProgress,
     LoadReport,
@@ -44,10 +47,12 @@ from bmoe.runtime import (
     refuse_unsafe_environment,
 )
 from bmoe.streaming import StreamingEngine
+from bmoe.traces import Traces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from bmoe.chat.messages import Message
     from bmoe.config import GenerateRequest, SessionConfig
     from bmoe.generation import Event
     from bmoe.io.backend import ReadBackend
@@ -82,6 +87,9 @@ class Session:
         prefill_metrics: One record per prompt batch of the last generation.
         context: The llama context, for tools that work below the session (`verify`).
         streaming: The pipeline, or None when resident.
+        dialogue: The conversation and the model's template.
+        traces: What is recorded beside the figures, or None when nothing is.
+        on_resize: Called on the loop when the cache's budget has changed.
     """
 
     effective: EffectiveConfig
@@ -94,6 +102,10 @@ class Session:
         self.streaming: StreamingEngine | None = None
         self.context: Context
         self.model: Model
+        self.dialogue: Dialogue
+        self.traces: Traces | None = None
+        self.on_resize: Callable[[CacheResize], None] = lambda _: None
+        self._turn = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
         self._cancelled = threading.Event()
         self._stop_flag = ctypes.c_int(0)
@@ -168,6 +180,7 @@ class Session:
         if stream:
             refuse_unsafe_environment()
             budget = await self._load_streaming(layout, runtime, wrap_backend)
+            self.dialogue = Dialogue(self.model, layout.facts.metadata)
             self.effective = self._effective(layout, runtime, budget)
             on_effective(self.effective)
             dense_ns = await self._load_dense(on_progress)
@@ -175,6 +188,8 @@ class Session:
             self.effective = self._effective(layout, runtime, None)
             on_effective(self.effective)
             await self._load_resident(layout, runtime, on_progress)
+            self.dialogue = Dialogue(self.model, layout.facts.metadata)
+            self.effective = self._effective(layout, runtime, None)
         gc.collect()
         gc.freeze()
         _shorten_switch_interval()
@@ -208,6 +223,8 @@ class Session:
             ubatch_tokens=runtime.ubatch_tokens,
         )
         await streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
+        if _traced(config):
+            self.traces = Traces(config, streaming)
         await self._in_thread(lambda: self._load_model(runtime, lazy=True, files=layout.facts.paths))
         for number, path in enumerate(layout.facts.paths):
             new = self.model.new_mappings[number]
@@ -268,6 +285,7 @@ class Session:
         self, layout: ModelLayout, runtime: RuntimeConfig, budget: CacheBudget | None
     ) -> EffectiveConfig:
         s, config, facts = self.streaming, self.config, layout.facts
+        dialogue = getattr(self, "dialogue", None)
         name = facts.metadata.get("general.name")
         reasons = sorted({f.fallback_reason for f in s.files if f.fallback_reason}) if s else []
         return EffectiveConfig(
@@ -303,6 +321,13 @@ class Session:
             policy=config.policy if s else None,
             lazy_map=self.model.lazy_map if s else None,
             repack=runtime.repack,
+            dense_weights=config.dense_weights if s else None,
+            chat_template=dialogue.template is not None if dialogue else False,
+            chat_template_problem=dialogue.problem if dialogue else None,
+            think_control=dialogue.think_control if dialogue else None,
+            traced=_traced(config) if s else None,
+            lossy=_lossy(config, layout) if s else None,
+            give_back=config.give_back if s else None,
             llama_cpp_version=importlib.metadata.version("llama-cpp-python"),
             bmoe_version=__version__,
         )
@@ -316,6 +341,9 @@ class Session:
         if self.streaming:
             await self.streaming.aclose()
             self.streaming = None
+        if self.traces:
+            self.traces.close()
+            self.traces = None
         self._executor.shutdown()
         gc.unfreeze()
         if self._shortened:
@@ -404,9 +432,12 @@ class Session:
             request: What to generate.
             on_prefill: Called on the loop after every batch of the prompt.
 
+        However it ends, if not with the last token: the conversation is then what it was before.
+
         Raises:
             Cancelled: `cancel` was called.
-            UsageError: The prompt is empty, or prompt and tokens do not fit the context.
+            UsageError: The prompt is empty, or prompt and tokens do not fit the context, or something was
+                asked for that this model does not offer.
             ReadError: Expert bytes could not be read; no token that used them was yielded.
             StallError: A wait for one slice exceeded the watchdog.
             DecodeError: llama.cpp failed.
@@ -418,7 +449,8 @@ class Session:
         def post(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        run = Generation(self, request, post)
+        run = Generation(self, request, post, turn=self._turn)
+        self._turn += 1
         work = loop.run_in_executor(self._executor, run)
         finished = False
         try:
@@ -433,14 +465,14 @@ class Session:
             if not finished:
                 self.cancel()
             interrupted = await self._wait_for(work)
-            error = self._settle(work.result())
+            error = self._settle(work.result(), run)
             self.summary = run.summary(error)
             if interrupted is not None:
                 raise interrupted
         if error is not None:
             raise error
 
-    def _settle(self, failure: BaseException | None) -> BaseException | None:
+    def _settle(self, failure: BaseException | None, run: Generation | None = None) -> BaseException | None:
         """After the decode thread is done: the real reason of an abort, and a clean slate."""
         if self._closed:  # the handles are gone, or going on the decode thread
             return Cancelled("cancelled") if isinstance(failure, AbortedBatch) else failure
@@ -467,11 +499,104 @@ class Session:
         if isinstance(error, AbortedBatch):
             error = Cancelled("cancelled")
         if error is not None and hasattr(self, "context"):
-            # llama.cpp has rolled the batch back; recurrent state it cannot. Start afresh either way.
-            self.context.clear()
+            # llama.cpp has rolled the batch back; recurrent state it cannot.
+            if run is not None:
+                run.roll_back(error)
+            else:
+                self.context.clear()
         return error
+
+    # --- conversation and cache -----------------------------------------------------------------------
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """What was said so far, answers included."""
+        return self.dialogue.messages
+
+    def set_conversation(self, messages: Sequence[Message]) -> None:
+        """Goes on from other messages (a saved conversation), or with none from nothing.
+
+        What the context holds of their beginning is reused by the next request that continues.
+
+        Raises:
+            RuntimeError: A generation is running.
+        """
+        with self._state:
+            if self._busy:
+                raise RuntimeError("one thing at a time: a generation is running")
+            self.dialogue.messages = tuple(messages)
+
+    @property
+    def last_message(self) -> Message | None:
+        """What the last generation that went through has said; None before one."""
+        return self.dialogue.last_message
+
+    def cache_state(self) -> CacheState | None:
+        """The expert cache now; None when resident."""
+        if self.streaming is None:
+            return None
+        slots, counters = self.streaming.streamer.statistics(), self.streaming.engine.statistics()
+        return CacheState(
+            cache_bytes=self.streaming.cache_bytes,
+            slots_used=slots.slots_used,
+            slots_ready=slots.slots_ready,
+            slots_total=slots.slots_total,
+            lookups=counters.lookups,
+            hits=counters.hits,
+        )
+
+    async def set_cache_bytes(self, cache_bytes: int, *, reason: str = "asked") -> int:
+        """Makes the expert cache larger or smaller, also while generating; the output does not change.
+
+        Args:
+            cache_bytes: The new budget. More than all experts is cut to that.
+            reason: For whoever listens to `on_resize`.
+
+        Returns:
+            The budget that is in effect.
+
+        Raises:
+            UsageError: Nothing is streamed.
+            MemoryBudgetError: Below the least that works.
+        """
+        if self.streaming is None:
+            raise UsageError("the model is resident: there is no expert cache")
+        before = self.streaming.cache_bytes
+        after = await self.streaming.resize(cache_bytes)
+        if after != before:
+            self.on_resize(CacheResize(from_bytes=before, cache_bytes=after, reason=reason))
+        return after
 
     @property
     def is_cancelled(self) -> bool:
         """Whether `cancel` was called since the last generation ended."""
         return self._cancelled.is_set()
+
+
+def _traced(config: SessionConfig) -> str | None:
+    """What is recorded that costs time, in words."""
+    parts = {
+        "compute trace by node": config.compute_trace,
+        "compute trace by layer": config.compute_trace_layers,
+        "route trace": config.route_trace,
+        "read trace": config.io_trace,
+    }
+    return ", ".join(name for name, on in parts.items() if on) or None
+
+
+def _lossy(config: SessionConfig, layout: ModelLayout) -> str | None:
+    """What may change the output, in words."""
+    parts = []
+    if layout.file_top_k is not None:
+        parts.append(f"top {layout.top_k} instead of {layout.file_top_k}")
+    if config.drop_cold_experts > 0:
+        where = " in the prompt too" if config.drop_in_prefill else ""
+        how = "" if config.drop_renormalise else ", not renormalised"
+        parts.append(f"experts dropped below {config.drop_cold_experts:g} of an equal share{where}{how}")
+    if config.expert_substitute > 0:
+        parts.append(f"experts in memory preferred by {config.expert_substitute:g} of the score range")
+    if config.replay_routing is not None:
+        parts.append(f"SYNTHETIC routing replayed from {config.replay_routing}")
+    if config.route_ahead:
+        parts.append(f"routing taken {config.route_ahead} layers early")
+    return "; ".join(parts) or None

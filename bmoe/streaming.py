@@ -20,6 +20,7 @@ from bmoe.pipeline.native import Engine, Segment, lib
 from bmoe.pipeline.slots import SlotPlan, plan_slots
 from bmoe.pipeline.streamer import Streamer
 from bmoe.policies import policy_named
+from bmoe.replayed_routing import replay_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,7 @@ class StreamingEngine:
         self._event_fd = -1
         self._queue: ReadQueue | None = None
         self._streaming = False
+        self._resizing = asyncio.Lock()
 
     def open_files(self, *, direct: bool) -> None:
         """Opens and probes the model's files.
@@ -90,23 +92,24 @@ class StreamingEngine:
             MemoryBudgetError: The budget is below the least that works, or memory is short.
             BackendError: The backend was asked for by name and does not work.
         """
-        self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes)
+        self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes, can_grow=True)
         widest = max(c.slot_bytes for c in self.plan.classes)
         depth = config.queue_depth or min(64, max(4, _IN_FLIGHT_BYTES // widest))
         backend = open_backend(config.io_backend, depth)
         self.backend = wrap_backend(backend) if wrap_backend else backend
         # Tags are slots while streaming; loading dense weights needs a few of its own.
-        self._queue = ReadQueue(self.backend, self.block_bytes, max(64, self.plan.total_slots))
-        self._memories = [SlotMemory(c.slot_bytes, c.slots) for c in self.plan.classes]
+        self._queue = ReadQueue(self.backend, self.block_bytes, max(64, self.plan.capacity))
+        self._memories = [SlotMemory(c.slot_bytes, c.capacity) for c in self.plan.classes]
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.engine = Engine(
             self.layout.tensors,
-            slots=self.plan.total_slots,
+            slots=self.plan.capacity,
             event_fd=self._event_fd,
             half_life_batches=config.half_life_tokens,
             watchdog_ns=int(config.watchdog_s * 1e9),
             serial=not config.overlap,
         )
+        self._set_routing(config)
         self.streamer = Streamer(
             engine=self.engine,
             plan=self.plan,
@@ -119,6 +122,21 @@ class StreamingEngine:
         )
         self._streaming = True
         await self.streamer.prepare()
+
+    def _set_routing(self, config: SessionConfig) -> None:
+        """What is to be done with the router's choice; nothing, by default."""
+        engine = self.engine
+        if config.replay_routing is not None:
+            engine.set_replay(replay_table(config.replay_routing, layers=len(self.layout.layer_numbers)))
+        if config.drop_cold_experts > 0:
+            engine.set_drop(
+                config.drop_cold_experts,
+                renormalise=config.drop_renormalise,
+                in_prefill=config.drop_in_prefill,
+                deterministic_experts=self.plan.expert_slots if config.deterministic_cache else 0,
+            )
+        if config.expert_substitute > 0:
+            engine.set_substitute(config.expert_substitute, self.layout.top_k)
 
     async def load_dense(self, on_progress: Callable[[int, int], None]) -> None:
         """Reads everything that is not an expert into memory of its own.
@@ -138,6 +156,27 @@ class StreamingEngine:
             array[i] = Segment(start=start, end=end, file=file, address=address)
         if lib.bm_set_segments(self.engine.handle, array, len(segments)):
             raise MemoryError("bm_set_segments")
+
+    @property
+    def cache_bytes(self) -> int:
+        """Slot memory under the present budget."""
+        return self.plan.used_bytes
+
+    async def resize(self, cache_bytes: int) -> int:
+        """Another budget for slots, also while compute threads run; the budget that is in effect.
+
+        Raises:
+            MemoryBudgetError: Below the least that works.
+        """
+        async with self._resizing:
+            plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes, can_grow=True)
+            self.plan = plan
+            await self.streamer.resize(plan)
+        return self.plan.used_bytes
+
+    def dense_resident(self) -> float | None:
+        """Share of the dense weights that is in memory, sampled; None when that is not known."""
+        return None
 
     def set_mapping(self, file: int, address: int, length_bytes: int) -> None:
         """Says where llama.cpp has mapped file number `file`."""

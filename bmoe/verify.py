@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bmoe.generation import prompt_tokens
+from bmoe.generation import checked_prompt
 from bmoe.session import Session
 
 if TYPE_CHECKING:
@@ -63,9 +63,11 @@ async def trace(session: Session, request: GenerateRequest) -> LogitsTrace:
         BmoeError: As `Session.generate`.
     """
 
+    n_predict = request.n_predict or 0
+
     def run() -> LogitsTrace:
-        context, model = session.context, session.model
-        prompt = prompt_tokens(model, context, request)
+        context = session.context
+        prompt = checked_prompt(session.dialogue.prepare(request, ()).tokens, context, n_predict)
         context.clear()
         everything = hashlib.sha256()
         positions: list[bytes] = []
@@ -79,11 +81,11 @@ async def trace(session: Session, request: GenerateRequest) -> LogitsTrace:
 
         for start in range(0, len(prompt), context.batch_tokens):
             batch = prompt[start : start + context.batch_tokens]
-            context.decode(batch, logits="all")
+            context.decode(batch, logits="all", prefill=True)
             record(len(batch))
         if session.streaming:
             session.streaming.check_seam()
-        for _ in range(request.n_predict):
+        for _ in range(n_predict):
             tokens.append(context.greedy())
             context.decode(tokens[-1:])
             record(1)

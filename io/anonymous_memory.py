@@ -19,6 +19,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 # Missing from the mmap module: fault pages in for writing, without changing their content (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23
+# Linux's number, which Python names only from 3.13 on. Address space is not memory: most of it may stay unused.
+_MAP_NORESERVE: Final = 0x4000
 
 _MAX_TOUCHING_THREADS: Final = 4
 _MIN_TOUCH_BYTES: Final = 8 << 20
@@ -56,7 +58,7 @@ class AnonymousMemory:
             raise ValueError(f"a mapping of {size_bytes} bytes")
         try:
             self._map = mmap.mmap(
-                -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             )
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryBudgetError(
@@ -71,6 +73,7 @@ class AnonymousMemory:
         skip_bytes = -start % HUGE_PAGE_BYTES
         self.size_bytes: Final = size_bytes
         self.address: Final = start + skip_bytes
+        self._skip_bytes = skip_bytes
         self.view = whole[skip_bytes : skip_bytes + size_bytes]
         # Held while the kernel works on the mapping, so that `close` cannot pull it away.
         self._lock = threading.Lock()
@@ -118,6 +121,15 @@ class AnonymousMemory:
                 f"no memory for {length_bytes / 2**20:.0f} MiB more: {os.strerror(failures[0])}",
                 hint="ask for a smaller cache",
             )
+
+    def give_back(self, start_bytes: int, end_bytes: int) -> None:
+        """Return the memory of `[start_bytes, end_bytes)`, whole pages, to the kernel; it reads as zeros.
+
+        Nothing may be read into it any more, and it must not be registered.
+        """
+        with self._lock:
+            if not self._closed and end_bytes > start_bytes:
+                self._map.madvise(mmap.MADV_DONTNEED, self._skip_bytes + start_bytes, end_bytes - start_bytes)
 
     def close(self) -> None:
         """Give the memory back; idempotent.

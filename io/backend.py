@@ -120,6 +120,9 @@ class ReadBackend(Protocol):
             register: False for memory that is read into once, not worth the locked memory.
         """
 
+    def remove_buffer(self, buffer_id: int) -> None:
+        """Let a stretch of memory go. No read into it may be in flight, and its targets are void."""
+
     def prepare(self, buffer_id: int, view: memoryview) -> Target:
         """A target for `view`, which lies inside that buffer."""
 

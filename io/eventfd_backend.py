@@ -97,6 +97,11 @@ class EventfdBackend(ABC):
         self._add_buffer(buffer_id, view, register)
         return buffer_id
 
+    def remove_buffer(self, buffer_id: int) -> None:
+        """Let a stretch of memory go. No read into it may be in flight, and its targets are void."""
+        self._buffers[buffer_id] = memoryview(b"")
+        self._remove_buffer(buffer_id)
+
     def prepare(self, buffer_id: int, view: memoryview) -> Target:
         """A target for `view`, which lies inside that buffer."""
         buffer = self._buffers[buffer_id]
@@ -188,6 +193,9 @@ class EventfdBackend(ABC):
 
     def _add_buffer(self, buffer_id: int, view: memoryview, register: bool) -> None:  # noqa: B027 (optional)
         """Make a buffer known where it has to be."""
+
+    def _remove_buffer(self, buffer_id: int) -> None:  # noqa: B027 (optional)
+        """Undo `_add_buffer`."""
 
     def _make_target(self, buffer_id: int, view: memoryview) -> Target:
         return Target(buffer_id, view)

@@ -9,13 +9,41 @@ from __future__ import annotations
 import os
 import resource
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63, whatever the page size.
-_UNLIMITED_BYTES: Final = 1 << 62
+UNLIMITED_BYTES: Final = 1 << 62
+"""cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63, whatever that size."""
+
+
+class GroupFiles(NamedTuple):
+    """What a version of cgroups calls its figures.
+
+    Attributes:
+        bounds: (limit, what counts against it), as file names; any of them may be missing.
+        cache_keys: The page cache, in memory.stat, descendants included. Locked and shared memory is not
+            in it.
+    """
+
+    bounds: tuple[tuple[str, str], ...]
+    cache_keys: tuple[str, str]
+
+
+FILES_OF_VERSION: Final = {
+    1: GroupFiles(
+        bounds=(
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+        ),
+        cache_keys=("total_active_file", "total_inactive_file"),
+    ),
+    2: GroupFiles(
+        bounds=(("memory.max", "memory.current"), ("memory.high", "memory.current")),
+        cache_keys=("active_file", "inactive_file"),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +93,9 @@ class CgroupMemory:
     Attributes:
         version: 1 or 2.
         path: The group's directory.
-        limit_bytes: What it may use; in version 2 the lower of memory.max and memory.high.
-        used_bytes: What it uses, page cache included.
+        limit_bytes: What it may use; in version 2 the lower of memory.max and memory.high, in version 1
+            the one of memory and of memory with swap that leaves less.
+        used_bytes: What it uses of that, page cache included.
         reclaimable_bytes: The page cache in that, which makes way for anything else.
     """
 
@@ -124,7 +153,7 @@ def cgroup_memory(root: str = "/") -> CgroupMemory | None:
         root: Where /proc and /sys are found; for tests.
     """
     groups = []
-    for version, directory in _group_directories(root):
+    for version, directory in group_directories(root):
         group = _read_group(root, version, directory)
         if group is not None:
             groups.append(group)
@@ -155,21 +184,19 @@ def _read_group(root: str, version: int, directory: str) -> CgroupMemory | None:
     def number(name: str) -> int | None:
         return _number(_text(_under(root, f"{directory}/{name}")))
 
-    if version == 2:
-        limits = [number("memory.max"), number("memory.high")]
-        used_bytes = number("memory.current")
-        cache_keys = ("active_file", "inactive_file")
-    else:
-        limits = [number("memory.limit_in_bytes")]
-        used_bytes = number("memory.usage_in_bytes")
-        cache_keys = ("total_active_file", "total_inactive_file")
-    limit_bytes = min((n for n in limits if n is not None and n < _UNLIMITED_BYTES), default=None)
-    if limit_bytes is None or used_bytes is None:
+    names = FILES_OF_VERSION[version]
+    bounds = []
+    for limit, used in names.bounds:
+        limit_bytes, used_bytes = number(limit), number(used)
+        if limit_bytes is not None and used_bytes is not None and limit_bytes < UNLIMITED_BYTES:
+            bounds.append((limit_bytes, used_bytes))
+    if not bounds:
         return None
+    limit_bytes, used_bytes = min(bounds, key=lambda bound: bound[0] - bound[1])
     cache_bytes = 0
     for line in (_text(_under(root, f"{directory}/memory.stat")) or "").splitlines():
         key, _, value = line.partition(" ")
-        if key in cache_keys:
+        if key in names.cache_keys:
             cache_bytes += _number(value) or 0
     return CgroupMemory(
         version=version,
@@ -180,7 +207,7 @@ def _read_group(root: str, version: int, directory: str) -> CgroupMemory | None:
     )
 
 
-def _group_directories(root: str) -> Iterator[tuple[int, str]]:
+def group_directories(root: str = "/") -> Iterator[tuple[int, str]]:
     """`(version, directory)` of each memory group of this process, innermost first, up to the mount.
 
     Both versions may be mounted (systemd's hybrid mode): then memory belongs to one of them, and the

@@ -71,20 +71,38 @@ class SlotMemory:
         slots = self._chunk(self._checked(chunk, self.chunks, "chunk"))
         return self._memory.view[slots.start * self.slot_bytes : slots.stop * self.slot_bytes]
 
-    def populate_next_chunk(self) -> range | None:
+    def slots_view(self, slots: range) -> memoryview:
+        """The bytes of consecutive slots."""
+        return self._memory.view[slots.start * self.slot_bytes : slots.stop * self.slot_bytes]
+
+    def give_back(self, first_slot: int) -> None:
+        """Return the memory of slots `[first_slot, populated_slots)` to the kernel.
+
+        No read into them may be in flight, and none may be registered with a backend.
+        """
+        with self._populating:
+            if first_slot < self.populated_slots:
+                self._memory.give_back(first_slot * self.slot_bytes, self.populated_slots * self.slot_bytes)
+                self.populated_slots = first_slot
+
+    def populate_next_chunk(self, most_slots: int | None = None) -> range | None:
         """Give the next chunk its memory; the slots that became usable, or None when all are.
 
         Takes about a second per GiB with the GIL released: for a worker thread.
+
+        Args:
+            most_slots: Go no further than this, which may leave a chunk in part; None is all.
 
         Raises:
             MemoryBudgetError: The kernel has no memory for it.
             ValueError: Closed.
         """
         with self._populating:
-            chunk = -(-self.populated_slots // self.chunk_slots)
-            if chunk == self.chunks:
+            most = self.slots if most_slots is None else min(self.slots, most_slots)
+            first = self.populated_slots
+            if first >= most:
                 return None
-            slots = self._chunk(chunk)
+            slots = range(first, min((first // self.chunk_slots + 1) * self.chunk_slots, most))
             self._memory.touch(slots.start * self.slot_bytes, slots.stop * self.slot_bytes)
             self.populated_slots = slots.stop
             return slots

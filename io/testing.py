@@ -115,6 +115,10 @@ class FaultyBackend:
         """As the inner backend's."""
         return self.inner.add_buffer(view, register=register)
 
+    def remove_buffer(self, buffer_id: int) -> None:
+        """As the backend's."""
+        self._backend.remove_buffer(buffer_id)
+
     def prepare(self, buffer_id: int, view: memoryview) -> Target:
         """As the inner backend's."""
         return self.inner.prepare(buffer_id, view)

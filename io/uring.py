@@ -120,6 +120,7 @@ class UringBackend(EventfdBackend):
         self._fds: list[int] = []
         self._table_slots: list[int] = []  # by buffer id; -1 where unregistered
         self._table_used = 0
+        self._table_free: list[int] = []  # below `_table_used`, and empty again
         self.unregistered_reason = self._cannot_register
 
     def add_file(self, file: DirectFile) -> int:
@@ -172,6 +173,13 @@ class UringBackend(EventfdBackend):
         del buffer_id
         self._table_slots.append(self._register(view) if register else -1)
 
+    def _remove_buffer(self, buffer_id: int) -> None:
+        slot = self._table_slots[buffer_id]
+        if slot >= 0:
+            self._table_slots[buffer_id] = -1
+            if _register_buffer(self._ring, slot, None) == 0:  # else it stays pinned until the ring's end
+                self._table_free.append(slot)
+
     def _make_target(self, buffer_id: int, view: memoryview) -> Target:
         return _UringTarget(buffer_id, view, self._table_slots[buffer_id])
 
@@ -185,15 +193,17 @@ class UringBackend(EventfdBackend):
         """Put a buffer in the kernel's table: its slot, or -1 and a reason kept."""
         if self._cannot_register is not None:
             return -1
-        slot = self._table_used
+        slot = self._table_free.pop() if self._table_free else self._table_used
         if slot == _TABLE_SLOTS:
             self.unregistered_reason = f"the kernel's table holds {_TABLE_SLOTS} buffers"
             return -1
         number = _register_buffer(self._ring, slot, view)
         if number:
             self.unregistered_reason = _why_unregistered(number, view.nbytes)
+            if slot < self._table_used:
+                self._table_free.append(slot)
             return -1
-        self._table_used += 1
+        self._table_used = max(self._table_used, slot + 1)
         return slot
 
 
@@ -297,9 +307,9 @@ def _why_not_readv_fixed(ring: Any) -> str | None:
     return None if got == wanted else "READV_FIXED delivered wrong bytes"
 
 
-def _register_buffer(ring: Any, slot: int, view: memoryview) -> int:
-    """Fill (or refill) a slot of the buffer table. 0, or the errno. Releases the GIL."""
-    iovec = _KernelIovec(view_address(view), view.nbytes)
+def _register_buffer(ring: Any, slot: int, view: memoryview | None) -> int:
+    """Fill (or refill) a slot of the buffer table, or empty it. 0, or the errno. Releases the GIL."""
+    iovec = _KernelIovec(view_address(view), view.nbytes) if view is not None else _KernelIovec()
     update = _RsrcUpdate2(offset=slot, data=ctypes.addressof(iovec), nr=1)
     done = _libc.syscall(
         _SYS_IO_URING_REGISTER,

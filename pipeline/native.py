@@ -7,6 +7,7 @@ call); none of them blocks.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 ABSENT, WANTED, READING, READY = 0, 1, 2, 3
 """States of a slice: the two low bits of its word; the bits above count pins."""
 
-PIN_SHIFT = 2
+STATE_MASK, PIN_SHIFT = 3, 2
 
 RUN, STOP_CANCEL, STOP_IO, STOP_STALL, STOP_FAULT = 0, 1, 2, 3, 4
 """Why compute threads are told to leave."""
@@ -76,7 +77,33 @@ _COUNTERS = (
     "announced_at_ns",
     "rebound",
     "ready_wakes",
+    "routed",
+    "dropped",
+    "substituted",
+    "speculated",
 )
+LAYER_COUNTERS = ("lookups", "hits", "posted_bytes", "stall_ns", "kernel_ns")
+"""Columns of `Engine.layer_counters`."""
+ROUTE_ROW = np.dtype(
+    [
+        ("layer", "<i4"),
+        ("token", "<i4"),
+        ("n_tokens", "<i4"),
+        ("slot", "<i4"),
+        ("expert", "<i4"),
+        ("weight", "<f4"),
+        ("read_bytes", "<u4"),
+        ("residency", "u1"),
+        ("dropped", "u1"),
+        ("reserved", "<u2"),
+    ]
+)
+"""`struct bm_route_row` of hook.h."""
+NODE_ROW = np.dtype(
+    [("wall_ns", "<u8"), ("major_faults", "<i8"), ("op", "<i4"), ("layer", "<i4"), ("name", "S64")]
+)
+"""`struct bm_node_row` of hook.h."""
+TRACE_NODES, TRACE_LAYERS = 1, 2
 
 
 class _Counters(ctypes.Structure):
@@ -103,6 +130,10 @@ class EngineCounters:
     announced_at_ns: int
     rebound: int
     ready_wakes: int
+    routed: int
+    dropped: int
+    substituted: int
+    speculated: int
 
 
 def _load() -> ctypes.PyDLL:
@@ -158,7 +189,20 @@ def _load() -> ctypes.PyDLL:
         "bm_sweep": (c_int32, (engine, c_int32, c_int32, c_int32, c_int, POINTER(c_int32))),
         "bm_set_starved": (None, (engine, c_int)),
         "bm_stop": (None, (engine, c_int)),
-        "bm_begin_batch": (None, (engine,)),
+        "bm_begin_batch": (None, (engine, c_int64, c_int64, c_int)),
+        "bm_preload": (
+            c_int32,
+            (engine, POINTER(c_int32), POINTER(c_int32), c_int32, POINTER(c_uint8)),
+        ),
+        "bm_layer_counts": (POINTER(c_uint64), (engine,)),
+        "bm_speculative": (POINTER(c_uint8), (engine,)),
+        "bm_record_routes": (c_int, (engine,)),
+        "bm_routes": (ctypes.c_size_t, (engine, POINTER(c_void_p))),
+        "bm_set_replay": (c_int, (engine, c_void_p, c_int64, c_int32)),
+        "bm_set_drop": (c_int, (engine, c_double, c_int, c_int, c_int32)),
+        "bm_set_substitute": (None, (engine, ctypes.c_float, c_int32)),
+        "bm_trace_nodes": (None, (engine, c_int)),
+        "bm_node_rows": (ctypes.c_size_t, (engine, POINTER(c_void_p))),
         "bm_reset": (None, (engine,)),
         "bm_stop_reason": (c_int, (engine, POINTER(c_int32))),
         "bm_slice_word": (c_uint32, (engine, c_int32)),
@@ -247,6 +291,8 @@ class Engine:
         slot_slice: [slots] int32, slice in each slot, -1 for none.
         slot_address: [slots] uint64, where each slot starts; the streamer fills it.
         phase: [slices] uint32, where in its slot a slice starts; the streamer fills it.
+        speculative: [entries] uint8, whether the entry was read unasked and has not been looked up since.
+        layer_counters: [layers, 5] uint64, sums since the engine was made; `LAYER_COUNTERS` names them.
     """
 
     def __init__(
@@ -318,13 +364,69 @@ class Engine:
             lib.bm_slot_address(self.handle), (slots,)
         )
         self.phase: NDArray[np.uint32] = np.ctypeslib.as_array(lib.bm_phase(self.handle), (total,))
+        self.layer_counters: NDArray[np.uint64] = np.ctypeslib.as_array(
+            lib.bm_layer_counts(self.handle), (layers, len(LAYER_COUNTERS))
+        )
+        self.speculative: NDArray[np.uint8] = np.ctypeslib.as_array(
+            lib.bm_speculative(self.handle), (self.entries,)
+        )
         self._counters = lib.bm_get_counters(self.handle).contents
+
+    # --- the router's choice, before the first batch ------------------------------------------------
+
+    def record_routes(self) -> None:
+        """From now on `routes` has every choice of the router."""
+        if lib.bm_record_routes(self.handle):
+            raise MemoryError("bm_record_routes")
+
+    def routes(self) -> NDArray[np.void]:
+        """[rows] of `ROUTE_ROW`: the choices since the last call. Between batches, on any thread."""
+        return self._rows(lib.bm_routes, ROUTE_ROW)
+
+    def set_replay(self, ids: NDArray[np.int32]) -> None:
+        """Experts instead of the router's choice: [positions, layers, k] int32, -1 leaves it. Repeats."""
+        assert ids.dtype == np.int32 and ids.flags.c_contiguous and ids.shape[1] == len(self.layer_experts)  # noqa: PT018 (one contract)
+        if lib.bm_set_replay(self.handle, ids.ctypes.data, ids.shape[0], ids.shape[2]):
+            raise MemoryError("bm_set_replay")
+
+    def set_drop(
+        self, share: float, *, renormalise: bool, in_prefill: bool, deterministic_experts: int = 0
+    ) -> None:
+        """Leaves experts out that are not in memory and weigh less than `share` / top-k.
+
+        With `deterministic_experts`, by an imagined cache of that many instead of what is in memory.
+        """
+        if lib.bm_set_drop(self.handle, share, int(renormalise), int(in_prefill), deterministic_experts):
+            raise MemoryError("bm_set_drop")
+
+    def set_substitute(self, share: float, top_k: int) -> None:
+        """Prefers experts in memory by `share` of a token's range of scores."""
+        lib.bm_set_substitute(self.handle, share, top_k)
+
+    def trace_nodes(self, mode: int) -> None:
+        """TRACE_NODES or TRACE_LAYERS: `node_rows` has times. Cuts the graph."""
+        lib.bm_trace_nodes(self.handle, mode)
+
+    def node_rows(self) -> NDArray[np.void]:
+        """[rows] of `NODE_ROW` since the last call. Between batches, once after each."""
+        return self._rows(lib.bm_node_rows, NODE_ROW)
+
+    def _rows(self, function: Any, dtype: np.dtype[Any]) -> NDArray[np.void]:
+        pointer = c_void_p()
+        n = function(self.handle, ctypes.byref(pointer))
+        if not n:
+            return np.empty(0, dtype)
+        return np.frombuffer(ctypes.string_at(pointer.value or 0, n * dtype.itemsize), dtype)
 
     @property
     def announced_at_ns(self) -> int:
         """CLOCK_MONOTONIC of the last announcement that asked for something."""
         at: int = self._counters.announced_at_ns
         return at
+
+    def tensor_of_slice(self, slice_id: int) -> int:
+        """Index of the tensor that a slice belongs to."""
+        return bisect.bisect_right(self.first_slice, slice_id) - 1
 
     def slice_name(self, slice_id: int) -> str:
         """Tensor and expert of a slice, for messages."""
@@ -351,6 +453,6 @@ class Engine:
         """Frees the engine. The llama_context that uses it must be gone. Arrays become invalid."""
         if self.handle:
             del self.present, self.last_use, self.frequency, self.slot_slice
-            del self.slot_address, self.phase, self._counters
+            del self.slot_address, self.phase, self._counters, self.layer_counters, self.speculative
             lib.bm_engine_free(self.handle)
             self.handle = None

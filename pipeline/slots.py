@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SlotClass:
-    """Slots of one size. Their global numbers are `[first_slot, first_slot + slots)`."""
+    """Slots of one size. Their global numbers are `[first_slot, first_slot + slots)`.
+
+    `capacity` is how many numbers are set aside for it, so that `slots` can grow; at least `slots`.
+    """
 
     slice_bytes: int
     slot_bytes: int
     slots: int
     first_slot: int
+    capacity: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class SlotPlan:
     """Slot classes for a set of tensors under a budget.
 
     `class_of_tensor[t]` indexes `classes`. `expert_slots` is how many whole experts fit, rounded down.
+    `total_slots` are in use, of `capacity` numbers.
     """
 
     classes: tuple[SlotClass, ...]
@@ -43,6 +48,7 @@ class SlotPlan:
     budget_bytes: int
     used_bytes: int
     total_slots: int
+    capacity: int
     expert_slots: int
     total_experts: int
 
@@ -58,13 +64,16 @@ def total_slot_bytes(tensors: Sequence[StreamedTensor], block_bytes: int) -> int
     return sum(slot_bytes_for(t.slice_bytes, block_bytes) * t.experts for t in tensors)
 
 
-def plan_slots(tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes: int) -> SlotPlan:
+def plan_slots(
+    tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes: int, *, can_grow: bool = False
+) -> SlotPlan:
     """Divides `budget_bytes` among the slot classes in proportion to what each would need in full.
 
     Args:
         tensors: The streamed tensors.
         budget_bytes: Memory for slots. More than everything is cut to everything.
         block_bytes: The largest read alignment among the files.
+        can_grow: Set numbers aside for all slices there are.
 
     Raises:
         MemoryBudgetError: The budget does not give every class at least one slot.
@@ -85,8 +94,13 @@ def plan_slots(tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes
                 f"an expert cache of {budget_bytes} bytes has no room for one slice of {size} bytes",
                 hint=f"the least that works for this model is {-(-least // (1 << 20))} MiB",
             )
-        classes.append(SlotClass(slice_bytes=size, slot_bytes=slot_bytes, slots=slots, first_slot=first))
-        first += slots
+        capacity = wanted[size] if can_grow else slots
+        classes.append(
+            SlotClass(
+                slice_bytes=size, slot_bytes=slot_bytes, slots=slots, first_slot=first, capacity=capacity
+            )
+        )
+        first += capacity
     experts = sum({t.layer: t.experts for t in tensors}.values())
     slices = sum(t.experts for t in tensors)
     return SlotPlan(
@@ -94,7 +108,8 @@ def plan_slots(tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes
         class_of_tensor=tuple(sizes.index(t.slice_bytes) for t in tensors),
         budget_bytes=budget_bytes,
         used_bytes=sum(c.slots * c.slot_bytes for c in classes),
-        total_slots=first,
-        expert_slots=first * experts // slices,
+        total_slots=sum(c.slots for c in classes),
+        capacity=first,
+        expert_slots=sum(c.slots for c in classes) * experts // slices,
         total_experts=experts,
     )

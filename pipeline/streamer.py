@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bmoe.io.errors import MemoryBudgetError
-from bmoe.pipeline.native import PIN_SHIFT, STOP_FAULT, STOP_IO, Engine, lib
+from bmoe.pipeline.native import PIN_SHIFT, READING, STATE_MASK, STOP_FAULT, STOP_IO, Engine, lib
 from bmoe.pipeline.policy import UseHistory
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 
 _LONGEST_RUN = 1024
+# How long after an announcement more are to be expected.
+_DEMAND_LASTS_NS = 50_000_000
+_SHRINK_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class StreamerStatistics:
         starved: Times that a request had to wait for a slot.
         loop_ns: Time on the loop's thread in this class.
         submit_latencies: Announcement to first submission, one per request batch.
+        submit_latency_ns: Their sum.
+        reads_done: Reads that are complete, failed ones included.
+        in_flight_ns: Time of all reads from handed over to done, summed up.
+        io_busy_ns: Time with at least one read in flight.
+        speculative_reads, speculative_bytes: Of the reads, those nobody had asked for yet.
         slots_used: Slots that hold or are receiving a slice.
         slots_ready: Slots whose memory exists by now.
         slots_total: Slots under the budget.
@@ -66,6 +74,12 @@ class StreamerStatistics:
     starved: int
     loop_ns: int
     submit_latencies: int
+    submit_latency_ns: int
+    reads_done: int
+    in_flight_ns: int
+    io_busy_ns: int
+    speculative_reads: int
+    speculative_bytes: int
     slots_used: int
     slots_ready: int
     slots_total: int
@@ -139,11 +153,13 @@ class Streamer:
                 self._tensor.append(i)
         self._slice_size = [t.slice_bytes for t in tensors]
 
-        self._class_of_slot = [c for c, k in enumerate(plan.classes) for _ in range(k.slots)]
-        self._targets: list[Target | None] = [None] * plan.total_slots
+        self._class_of_slot = [c for c, k in enumerate(plan.classes) for _ in range(k.capacity)]
+        self._targets: list[Target | None] = [None] * plan.capacity
         for k, memory in zip(plan.classes, memories, strict=True):
-            for slot in range(k.slots):
-                engine.slot_address[k.first_slot + slot] = memory.slot_address(slot)
+            slots = np.arange(k.capacity, dtype=np.uint64) * np.uint64(k.slot_bytes)
+            engine.slot_address[k.first_slot : k.first_slot + k.capacity] = slots + memory.base_address
+        # By class, what the backend knows of its memory: slots of the class and the buffer they are in.
+        self._buffers: list[list[tuple[range, int]]] = [[] for _ in plan.classes]
         self._free: list[list[int]] = [[] for _ in plan.classes]
         self._growing: list[asyncio.Task[None] | None] = [None] * len(plan.classes)
 
@@ -165,20 +181,28 @@ class Streamer:
         self._low_water = 16
 
         self._pending: deque[int] = deque()
+        self._unasked: deque[int] = deque()
+        self._set_aside: list[int] = []
+        self._was_absent = (ctypes.c_uint8 * 1)()
+        self._closing = False
         self._starved = self._ranking = False
         self._taken = (ctypes.c_int32 * _LONGEST_RUN)()
         self._run_slices, self._run_slots = (
             (ctypes.c_int32 * _LONGEST_RUN)(),
             (ctypes.c_int32 * _LONGEST_RUN)(),
         )
-        self._consumed, self._freed = ctypes.c_int32(), (ctypes.c_int32 * max(4, plan.total_slots))()
+        self._consumed, self._freed = ctypes.c_int32(), (ctypes.c_int32 * max(4, plan.capacity))()
         self._done = (ctypes.c_int32 * _LONGEST_RUN)()
         self._was_resident = bytearray(engine.slices)
         self._error: ReadError | None = None
         # Counts what `reset` has ended, so that a late failure is told from one that matters.
-        self._batch_of_slot = [0] * plan.total_slots
+        self._batch_of_slot = [0] * plan.capacity
         self._reads = self._read_bytes = self._slice_bytes = self._evictions = self._rereads = 0
         self._sweeps = self._starvations = self._loop_ns = self._batch = 0
+        self._submit_latency_ns = self._speculative_reads = self._speculative_bytes = 0
+        self._outstanding = self._reads_done = self._io_mark_ns = self._in_flight_ns = self._io_busy_ns = 0
+        self._read_records: list[tuple[int, bool, int, int]] | None = None
+        self._started_ns = [0] * plan.capacity
         self.submit_latencies_ns: list[int] = []
         """Announcement to first submission, newest last; the caller may clear it."""
         self.request_bytes: list[int] = []
@@ -209,7 +233,9 @@ class Streamer:
         """Stops listening and waits until no read is in flight. Slot memory may be freed afterwards."""
         if self._loop is not None:
             self._loop.remove_reader(self._event_fd)
+        self._closing = True
         self._pending.clear()  # memory that has grown would start reads, and grow again
+        self._unasked.clear()
         for task in self._growing:
             if task is not None:
                 await task
@@ -231,6 +257,7 @@ class Streamer:
     def statistics(self) -> StreamerStatistics:
         """A snapshot of the counters."""
         ready = sum(m.populated_slots for m in self._memories)
+        since_ns = time.monotonic_ns() - self._io_mark_ns if self._outstanding else 0
         return StreamerStatistics(
             reads=self._reads,
             read_bytes=self._read_bytes,
@@ -241,10 +268,25 @@ class Streamer:
             starved=self._starvations,
             loop_ns=self._loop_ns,
             submit_latencies=len(self.submit_latencies_ns),
+            submit_latency_ns=self._submit_latency_ns,
+            reads_done=self._reads_done,
+            in_flight_ns=self._in_flight_ns + self._outstanding * since_ns,
+            io_busy_ns=self._io_busy_ns + since_ns,
+            speculative_reads=self._speculative_reads,
+            speculative_bytes=self._speculative_bytes,
             slots_used=ready - sum(map(len, self._free)),
             slots_ready=ready,
             slots_total=self._plan.total_slots,
         )
+
+    def record_reads(self) -> None:
+        """From now on `take_read_records` has every read."""
+        self._read_records = []
+
+    def take_read_records(self) -> list[tuple[int, bool, int, int]]:
+        """(slice id, read unasked, bytes of its window, nanoseconds from handed over to done) since last."""
+        records, self._read_records = self._read_records or [], []
+        return records
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -290,7 +332,9 @@ class Streamer:
                 continue
             self._start_reads([pending.popleft() for _ in range(n)], tensor)
             if announced_ns and not started:
-                self.submit_latencies_ns.append(time.monotonic_ns() - announced_ns)
+                latency_ns = time.monotonic_ns() - announced_ns
+                self._submit_latency_ns += latency_ns
+                self.submit_latencies_ns.append(latency_ns)
             started += n
         if started:
             self._after_reads()
@@ -325,15 +369,30 @@ class Streamer:
         places, targets = self._place, self._targets
         self._queue.read_many(slots, [places[s] for s in run], [targets[s] for s in slots])  # type: ignore[misc]  # free slots have targets
         self._queue.submit()
+        self._count_in_flight(n)
         self._reads += n
         self._slice_bytes += n * self._slice_size[tensor]
         self._read_bytes += n * self._plan.classes[self._plan.class_of_tensor[tensor]].slot_bytes
         for slot in slots:
             self._batch_of_slot[slot] = self._batch
+        if self._read_records is not None:
+            for slot in slots:
+                self._started_ns[slot] = self._io_mark_ns
         resident = self._was_resident
         for s in run:
             self._rereads += resident[s]
             resident[s] = 1
+
+    def _count_in_flight(self, change: int) -> None:
+        """Integrates reads in flight over time: their sum of latencies, without a time stamp per read."""
+        now_ns = time.monotonic_ns()
+        if self._outstanding:
+            self._io_busy_ns += now_ns - self._io_mark_ns
+            self._in_flight_ns += self._outstanding * (now_ns - self._io_mark_ns)
+        self._io_mark_ns = now_ns
+        self._outstanding += change
+        if change < 0:
+            self._reads_done -= change
 
     def _after_reads(self) -> None:
         """With reads out: see to memory and to the next victims."""
@@ -396,7 +455,7 @@ class Streamer:
             ctypes.byref(ranking.used, 4 * ranking.next),
             ranking.left,
             k.first_slot,
-            k.first_slot + k.slots,
+            k.first_slot + k.capacity,
             want,
             self._freed,
             self._consumed,
@@ -406,7 +465,7 @@ class Streamer:
 
     def _sweep(self, c: int, *, force: bool) -> bool:
         k = self._plan.classes[c]
-        n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.slots, 8, int(force), self._freed)
+        n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.capacity, 8, int(force), self._freed)
         self._sweeps += 1
         self._release(n)
         return bool(n > 0)
@@ -414,7 +473,14 @@ class Streamer:
     def _release(self, n: int) -> None:
         self._evictions += n
         for slot in self._freed[:n]:
-            self._free[self._class_of_slot[slot]].append(slot)
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        """A slot is empty: for the next read, unless its memory is about to be given back."""
+        c = self._class_of_slot[slot]
+        k = self._plan.classes[c]
+        if slot < k.first_slot + k.slots:
+            self._free[c].append(slot)
 
     def _rank(self, c: int) -> None:
         """Asks the policy for the next victims of class `c`."""
@@ -428,7 +494,7 @@ class Streamer:
         t0 = time.monotonic_ns()
         self._ranking = False
         for c in range(len(self._plan.classes)):
-            full = self._memories[c].populated_slots == self._plan.classes[c].slots
+            full = self._memories[c].populated_slots >= self._plan.classes[c].slots
             if full and self._rankings[c].left < self._low_water:
                 self._rank(c)
         self._loop_ns += time.monotonic_ns() - t0
@@ -436,7 +502,7 @@ class Streamer:
     def _grow_soon(self, c: int) -> bool:
         """Starts making the next chunk of class `c` usable. False when all of it is."""
         memory = self._memories[c]
-        if memory.populated_slots == memory.slots or self.growth_error is not None:
+        if memory.populated_slots >= self._plan.classes[c].slots or self.growth_error is not None:
             return False
         assert self._loop is not None
         self._growing[c] = self._loop.create_task(self._grow_and_pump(c))
@@ -445,14 +511,21 @@ class Streamer:
     async def _grow(self, c: int) -> None:
         memory = self._memories[c]
         # Touching memory takes milliseconds per chunk: native code, another thread, no GIL.
-        slots = await asyncio.to_thread(memory.populate_next_chunk)
+        slots = await asyncio.to_thread(memory.populate_next_chunk, self._plan.classes[c].slots)
         if slots is None:
             return
-        buffer_id = self._queue.backend.add_buffer(memory.chunk_view(slots.start // memory.chunk_slots))
+        self._add_buffer(c, slots)
         base = self._plan.classes[c].first_slot
+        for slot in reversed(slots):
+            self._free_slot(base + slot)
+
+    def _add_buffer(self, c: int, slots: range) -> None:
+        """Makes slots of class `c` known to the backend."""
+        memory, base = self._memories[c], self._plan.classes[c].first_slot
+        buffer_id = self._queue.backend.add_buffer(memory.slots_view(slots))
+        self._buffers[c].append((slots, buffer_id))
         for slot in slots:
             self._targets[base + slot] = self._queue.backend.prepare(buffer_id, memory.slot_view(slot))
-        self._free[c].extend(base + slot for slot in reversed(slots))
 
     async def _grow_and_pump(self, c: int) -> None:
         try:
@@ -463,11 +536,140 @@ class Streamer:
             self._growing[c] = None
         if self._pending:
             self._guarded(self._pump)
+        elif self._unasked:
+            self._guarded(self._pump_unasked)
+
+    # --- another budget ---------------------------------------------------------------------------
+
+    async def resize(self, plan: SlotPlan) -> None:
+        """Goes over to a plan with more or fewer slots of the same classes, also while reads are made.
+
+        More slots get their memory as they are needed. Fewer: the slots beyond are emptied as soon as nobody
+        uses them, and their memory is given back to the kernel before this returns. A second resize must
+        wait for the first.
+        """
+        self._plan = plan
+        self.growth_error = None
+        for c, k in enumerate(plan.classes):
+            limit = k.first_slot + k.slots
+            self._free[c] = [slot for slot in self._free[c] if slot < limit]
+        for c in range(len(plan.classes)):
+            await self._shrink(c)
+        if self._pending:
+            self._guarded(self._pump)
+
+    async def _shrink(self, c: int) -> None:
+        k, memory = self._plan.classes[c], self._memories[c]
+        if (growing := self._growing[c]) is not None:
+            await asyncio.wait((growing,))
+        first, last = k.first_slot + k.slots, k.first_slot + k.capacity
+        while memory.populated_slots > k.slots:
+            n = lib.bm_sweep(self._handle, first, last, len(self._freed), 0, self._freed)
+            self._release(n)
+            held = self._engine.slot_slice[first : k.first_slot + memory.populated_slots] >= 0
+            if not held.any():
+                break
+            if self._pending:  # what is held may be waited for by nobody but a request without a slot
+                self._guarded(self._pump)
+            await asyncio.sleep(_SHRINK_POLL_S)
+        else:
+            return
+        kept: list[tuple[range, int]] = []
+        halved: range | None = None
+        for slots, buffer_id in self._buffers[c]:
+            if slots.stop <= k.slots:
+                kept.append((slots, buffer_id))
+                continue
+            if slots.start < k.slots:
+                halved = range(slots.start, k.slots)
+                await self._until_no_read(k.first_slot, halved)
+            self._queue.backend.remove_buffer(buffer_id)
+        self._buffers[c] = kept
+        memory.give_back(k.slots)
+        if halved is not None:
+            self._add_buffer(c, halved)
+            self._free[c].extend(self._set_aside)
+            self._set_aside = []
+
+    async def _until_no_read(self, base: int, slots: range) -> None:
+        """Waits until nothing is read into these slots, and lets nothing new be; see `_set_aside`."""
+        c = self._class_of_slot[base]
+        low, high = base + slots.start, base + slots.stop
+        self._set_aside = [s for s in self._free[c] if low <= s < high]
+        self._free[c] = [s for s in self._free[c] if not low <= s < high]
+        while any(
+            (s := int(self._engine.slot_slice[slot])) >= 0
+            and lib.bm_slice_word(self._handle, s) & STATE_MASK == READING
+            for slot in range(low, high)
+        ):
+            await asyncio.sleep(_SHRINK_POLL_S)
+            self._set_aside += [s for s in self._free[c] if low <= s < high]
+            self._free[c] = [s for s in self._free[c] if not low <= s < high]
+
+    # --- before anyone asks -----------------------------------------------------------------------
+
+    def preload(self, slices: Sequence[int]) -> None:
+        """Reads slices when nothing else is to be read, in this order, while there are empty slots.
+
+        Demand goes first: while it is about, at most two such reads are in flight.
+        """
+        self._unasked.extend(slices)
+        self._pump_unasked()
+
+    @property
+    def preloading(self) -> int:
+        """Slices that are still to be preloaded."""
+        return len(self._unasked)
+
+    def _pump_unasked(self) -> None:
+        if not self._unasked or self._pending or self._closing:
+            return
+        quiet = time.monotonic_ns() - self._engine.announced_at_ns > _DEMAND_LASTS_NS
+        most = self._queue.backend.queue_depth if quiet else 2
+        started = False
+        while self._unasked and self._outstanding < most:
+            c = self._plan.class_of_tensor[self._tensor[self._unasked[0]]]
+            if not self._free[c]:
+                if self._growing[c] is not None or self._grow_soon(c):
+                    break  # goes on when memory has grown
+                self._unasked.clear()  # the cache is full: what is in it has been asked for
+                break
+            started |= self._read_unasked(self._unasked.popleft(), c)
+        if started:
+            self._queue.submit()
+            self._after_reads()
+
+    def _read_unasked(self, slice_id: int, c: int) -> bool:
+        slot = self._free[c].pop()
+        self._run_slices[0], self._run_slots[0] = slice_id, slot
+        if not lib.bm_preload(self._handle, self._run_slices, self._run_slots, 1, self._was_absent):
+            self._free[c].append(slot)
+            return False
+        target = self._targets[slot]
+        assert target is not None
+        self._queue.read_many((slot,), (self._place[slice_id],), (target,))
+        self._count_in_flight(1)
+        slot_bytes = self._plan.classes[c].slot_bytes
+        self._reads += 1
+        self._speculative_reads += 1
+        self._slice_bytes += self._slice_size[self._tensor[slice_id]]
+        self._read_bytes += slot_bytes
+        self._speculative_bytes += slot_bytes
+        # Nobody's batch: should it fail, whoever has come to wait for it reads it anew.
+        self._batch_of_slot[slot] = -1
+        if self._read_records is not None:
+            self._started_ns[slot] = self._io_mark_ns
+        self._rereads += self._was_resident[slice_id]
+        self._was_resident[slice_id] = 1
+        return True
 
     # --- completions ------------------------------------------------------------------------------
 
     def _on_done(self, slots: list[int]) -> None:
         t0 = time.monotonic_ns()
+        self._count_in_flight(-len(slots))
+        if self._read_records is not None:
+            self._record_done(slots)
         for start in range(0, len(slots), len(self._done)):
             part = slots[start : start + len(self._done)]
             self._done[: len(part)] = part  # type: ignore[assignment]  # typeshed wants c_int32 in the list
@@ -475,9 +677,29 @@ class Streamer:
                 raise RuntimeError("a read completed for a slot that was not being read")
         if self._pending:
             self._pump()
+        if self._unasked:
+            self._pump_unasked()
         self._loop_ns += time.monotonic_ns() - t0
 
+    def _record_done(self, slots: list[int]) -> None:
+        assert self._read_records is not None
+        for slot in slots:
+            slice_id = int(self._engine.slot_slice[slot])
+            entry = self._entry_of_slice(slice_id)
+            slot_bytes = self._plan.classes[self._class_of_slot[slot]].slot_bytes
+            unasked = bool(self._engine.speculative[entry])
+            self._read_records.append(
+                (slice_id, unasked, slot_bytes, self._io_mark_ns - self._started_ns[slot])
+            )
+
+    def _entry_of_slice(self, slice_id: int) -> int:
+        i = self._tensor[slice_id]
+        return (
+            self._engine.first_entry[self._engine.tensors[i].layer] + slice_id - self._engine.first_slice[i]
+        )
+
     def _on_error(self, slot: int, error: ReadError) -> None:
+        self._count_in_flight(-1)
         slice_id = int(self._engine.slot_slice[slot])
         # A read for an earlier batch, which a cancel or a failure has ended: that batch's error it is not.
         # Should the present one have come to count on it, it is read anew.
@@ -486,7 +708,7 @@ class Streamer:
             error.slice_name = self._engine.slice_name(slice_id)
             self._error = error
         again = lib.bm_abandon(self._handle, slot, int(late))
-        self._free[self._class_of_slot[slot]].append(slot)
+        self._free_slot(slot)
         if again:
             self._pending.append(slice_id)
         if not late:

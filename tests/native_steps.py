@@ -148,7 +148,7 @@ class Native:
         lib.bm_reset(self.handle)
 
     def begin_batch(self) -> None:
-        lib.bm_begin_batch(self.handle)
+        lib.bm_begin_batch(self.handle, 0, 1, 1)
 
 
 class _Ranking:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -315,8 +315,8 @@ def test_a_cancel_that_comes_too_late_is_not_the_next_generations(monkeypatch: p
         async with await Session.open(config(small_model())) as session:
             settle = session._settle
 
-            def settle_and_cancel(failure: BaseException | None) -> BaseException | None:
-                error = settle(failure)
+            def settle_and_cancel(*arguments: Any) -> BaseException | None:
+                error = settle(*arguments)
                 session.cancel()
                 return error
 

@@ -176,7 +176,7 @@ def test_the_layers_order_is_the_graphs(graphs: Graphs) -> None:
     want = [stock(graphs, first), stock(graphs, second)]
     graph = graphs.graph(first, second)
     graphs.ask(graph)  # teaches the order
-    lib.bm_begin_batch(graphs.engine.handle)
+    lib.bm_begin_batch(graphs.engine.handle, 0, 1, 1)
     graphs.serve()
     before = graphs.engine.statistics().lookups
     graphs.ask(graph)
@@ -306,7 +306,7 @@ def test_a_stopped_engine_computes_nothing_and_lets_go(graphs: Graphs) -> None:
         graphs, graphs.mul_mat_id(gate(graphs), graphs.matrix(activations()), graphs.matrix(routing()))
     )
     graphs.serve()
-    lib.bm_begin_batch(graphs.engine.handle)
+    lib.bm_begin_batch(graphs.engine.handle, 0, 1, 1)
     graphs.ask(graph)
     graphs.compute(graph, 2)
     assert np.array_equal(graphs.values(output), want)

@@ -213,8 +213,8 @@ def announce(engine: Engine, tensor: int, experts: list[int]) -> None:
 
 def test_lookups_are_counted_and_stamped_once_per_layer(event_fd: int) -> None:
     engine = Engine(tensors(), slots=5, event_fd=event_fd)
-    lib.bm_begin_batch(engine.handle)
-    lib.bm_begin_batch(engine.handle)
+    lib.bm_begin_batch(engine.handle, 0, 1, 1)
+    lib.bm_begin_batch(engine.handle, 0, 1, 1)
     announce(engine, 0, [2, 0])
     announce(engine, 1, [2, 0])
     counted = engine.statistics()
@@ -229,7 +229,7 @@ def test_an_experts_use_count_halves_in_a_half_life(event_fd: int) -> None:
     engine = Engine(tensors(), slots=1, event_fd=event_fd, half_life_batches=4.0)
     announce(engine, 0, [0])
     for _ in range(4):
-        lib.bm_begin_batch(engine.handle)
+        lib.bm_begin_batch(engine.handle, 0, 1, 1)
     announce(engine, 0, [1])
     old, new, never = engine.frequency.tolist()[:3]
     assert old == pytest.approx(new / 2)
@@ -240,7 +240,7 @@ def test_an_experts_use_count_halves_in_a_half_life(event_fd: int) -> None:
 def test_use_counts_stay_finite_and_comparable_for_ever(event_fd: int) -> None:
     engine = Engine(tensors(), slots=1, event_fd=event_fd, half_life_batches=1.0)
     for batch in range(3000):  # the weight of a use passes 2 to the 3000th
-        lib.bm_begin_batch(engine.handle)
+        lib.bm_begin_batch(engine.handle, 0, 1, 1)
         announce(engine, 0, [batch % 2])
         lib.bm_reset(engine.handle)
     older, newer = engine.frequency.tolist()[:2]

@@ -63,7 +63,9 @@ def test_slots_of_real_experts_waste_little() -> None:
 
 def test_slices_of_one_size_share_one_class() -> None:
     plan = plan_slots(tensors((16, (36_864, 36_864, 36_864)), (16, (36_864,) * 3)), 10 * 40_960, 4096)
-    assert plan.classes == (SlotClass(slice_bytes=36_864, slot_bytes=40_960, slots=10, first_slot=0),)
+    assert plan.classes == (
+        SlotClass(slice_bytes=36_864, slot_bytes=40_960, slots=10, first_slot=0, capacity=10),
+    )
     assert plan.class_of_tensor == (0,) * 6
     assert plan.total_slots == 10
     assert (plan.expert_slots, plan.total_experts) == (3, 32)
@@ -75,8 +77,8 @@ def test_two_sizes_share_a_budget_by_what_each_would_need() -> None:
     layers = [(8, (100 * KIB, 100 * KIB, 200 * KIB if i % 2 else 100 * KIB)) for i in range(4)]
     plan = plan_slots(tensors(*layers), 4 * MIB, 4096)
     assert plan.classes == (
-        SlotClass(slice_bytes=100 * KIB, slot_bytes=104 * KIB, slots=28, first_slot=0),
-        SlotClass(slice_bytes=200 * KIB, slot_bytes=204 * KIB, slots=5, first_slot=28),
+        SlotClass(slice_bytes=100 * KIB, slot_bytes=104 * KIB, slots=28, first_slot=0, capacity=28),
+        SlotClass(slice_bytes=200 * KIB, slot_bytes=204 * KIB, slots=5, first_slot=28, capacity=5),
     )
     assert plan.class_of_tensor == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
     assert plan.total_slots == 33

@@ -74,8 +74,12 @@ class Rig:
         self.file = DirectFile.open(str(path), direct=False)
         block = self.file.block_bytes
         classes = (
-            SlotClass(slice_bytes=3000, slot_bytes=2 * block, slots=slots[0], first_slot=0),
-            SlotClass(slice_bytes=5000, slot_bytes=3 * block, slots=slots[1], first_slot=slots[0]),
+            SlotClass(
+                slice_bytes=3000, slot_bytes=2 * block, slots=slots[0], first_slot=0, capacity=slots[0]
+            ),
+            SlotClass(
+                slice_bytes=5000, slot_bytes=3 * block, slots=slots[1], first_slot=slots[0], capacity=slots[1]
+            ),
         )
         plan = SlotPlan(
             classes=classes,
@@ -83,6 +87,7 @@ class Rig:
             budget_bytes=0,
             used_bytes=0,
             total_slots=sum(slots),
+            capacity=sum(slots),
             expert_slots=0,
             total_experts=self.LAYERS * self.EXPERTS,
         )

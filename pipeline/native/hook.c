@@ -152,6 +152,8 @@ BM_API void bm_lazy_map_end(void) {
 BM_API void bm_engine_free(struct bm_engine *e) {
     if (!e) return;
     bm_work_free(e);
+    bm_routing_free(e);
+    bm_node_trace_free(e);
     for (int32_t i = 0; e->nodes && i < e->n_tensors; i++)
         for (struct bm_node *n = e->nodes[i], *next; n; n = next) {
             next = n->next;
@@ -159,7 +161,7 @@ BM_API void bm_engine_free(struct bm_engine *e) {
         }
     void *all[] = {e->tensors, e->layers,   e->slice_tensor, e->state,     (void *)e->want_epoch, e->data, e->slot,
                    e->present, e->last_use, e->frequency,    e->ring,      e->segments,           e->nodes, e->weights,
-                   e->slot_slice, e->entry_layer, e->phase, e->slot_address};
+                   e->slot_slice, e->entry_layer, e->phase, e->slot_address, e->speculative, e->layer_counters};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(e);
 }
@@ -195,12 +197,14 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
     e->present = calloc(ne, 1);
     e->last_use = calloc(ne, sizeof *e->last_use);
     e->frequency = calloc(ne, sizeof *e->frequency);
+    e->speculative = calloc(ne, 1);
+    e->layer_counters = calloc((size_t)n_layers, sizeof *e->layer_counters);
     e->ring = malloc(e->ring_cap * sizeof *e->ring);
     e->nodes = calloc((size_t)n_tensors, sizeof *e->nodes);
     e->weights = calloc(e->weights_cap, sizeof *e->weights);
     if (!e->tensors || !e->layers || !e->entry_layer || !e->slice_tensor || !e->state || !e->want_epoch || !e->data ||
         !e->slot || !e->phase || !e->slot_address || !e->slot_slice || !e->present || !e->last_use || !e->frequency ||
-        !e->ring || !e->nodes || !e->weights) {
+        !e->ring || !e->nodes || !e->weights || !e->speculative || !e->layer_counters) {
         bm_engine_free(e);
         return NULL;
     }
@@ -218,6 +222,7 @@ BM_API struct bm_engine *bm_engine_new(const struct bm_tensor_desc *tensors, int
         l->experts = t->d.experts, l->first_entry = t->d.first_entry;
         l->order[t->d.rank] = i;
         l->n_tensors++;
+        if (sscanf(t->name, "blk.%d.", &l->block) != 1) l->block = -1;
         for (int32_t x = 0; x < t->d.experts; x++) {
             e->slice_tensor[t->d.first_slice + x] = i;
             e->entry_layer[t->d.first_entry + x] = t->d.layer;
@@ -340,6 +345,7 @@ static bool swap_op(struct bm_engine *e, struct gg_tensor *t) {
     size_t row = gg.row_size(e->tensors[index].traits->vec_dot_type, act->ne[0]);
     if (bm_work_reserve(e, ids->ne[0], ids->ne[1], act->ne[1] * act->ne[2], row, e->tensors[index].d.experts)) return true;
     memcpy(n->op_params, t->op_params, sizeof n->op_params);
+    n->weights = e->last_weights;
     n->armed = true;
     atomic_store(&n->claim, 0);
     struct gg_custom_params p = {bm_kernel, GG_N_TASKS_MAX, n};
@@ -348,18 +354,29 @@ static bool swap_op(struct bm_engine *e, struct gg_tensor *t) {
     return true;
 }
 
-/* llama.cpp's eval callback: changes nodes in the ask pass, never asks for data, so never cuts a graph. */
+/* llama.cpp's eval callback: changes nodes in the ask pass. It asks for data, which cuts the graph, only for
+ * node times and for a bias of the router. */
 BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
     struct bm_engine *e = userdata;
-    if (!ask) return true;
+    if (!ask) {
+        int32_t layer = e->cut_sorted ? bm_sorted_layer(e, t) : -1;
+        if (layer >= 0) bm_substitute(e, layer, t);
+        if (e->node_trace.mode) bm_trace_node(e, t);
+        return true;
+    }
+    /* Nodes are only ever looked at again where something was asked for that needs it. */
+    bool again = e->node_trace.mode ? bm_trace_asks(e, t) : false;
+    if (e->cut_sorted && bm_sorted_layer(e, t) >= 0) again = true;
+    if (e->watch_router && bm_is_router_weights(t)) e->last_weights = t;
     if (t->op == op_custom) {
         struct gg_custom_params p;
         memcpy(&p, t->op_params, sizeof p);
         if (p.fun == bm_kernel) { /* a reused graph */
             struct bm_node *n = p.userdata;
             n->armed = true;
+            n->weights = e->last_weights;
             atomic_store(&n->claim, 0);
-            return false;
+            return again;
         }
     }
     uintptr_t span = e->map_high - e->map_low;
@@ -367,7 +384,7 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
     if ((uintptr_t)t->data - e->map_low < span) rebind(e, t);
     for (int i = ours ? 1 : 0; i < GG_MAX_SRC; i++) /* an optional source in the middle may be missing */
         if (t->src[i] && (uintptr_t)t->src[i]->data - e->map_low < span) rebind(e, t->src[i]);
-    return false;
+    return again;
 }
 
 /* llama.cpp's abort callback: asked between nodes. */

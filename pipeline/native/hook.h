@@ -59,10 +59,47 @@ struct bm_counters {
     _Atomic uint64_t announced_at_ns; /* CLOCK_MONOTONIC of the last announcement that posted */
     _Atomic uint64_t rebound;       /* dense tensors pointed at their own memory */
     _Atomic uint64_t ready_wakes;
+    _Atomic uint64_t routed;        /* with dropping: choices of the router */
+    _Atomic uint64_t dropped;       /* of those, left out */
+    _Atomic uint64_t substituted;   /* choices that gave way to an expert in memory */
+    _Atomic uint64_t speculated;    /* looked up for the first time after being read unasked */
+};
+
+/* The same by layer. */
+struct bm_layer_counters {
+    _Atomic uint64_t lookups, hits, posted_bytes, stall_ns, kernel_ns;
+};
+
+/* One choice of the router, before anything was dropped. */
+struct bm_route_row {
+    int32_t layer, token, n_tokens, slot, expert;
+    float weight;
+    uint32_t read_bytes; /* what reading the expert costs; in the first row of it in its batch and layer only */
+    uint8_t residency;   /* 0 not there, 1 there, 2 there because it was read before anyone asked */
+    uint8_t dropped;
+    uint16_t reserved;
+};
+
+struct bm_node_row {
+    uint64_t wall_ns;
+    int64_t major_faults;
+    int32_t op, layer;
+    char name[GG_MAX_NAME];
+};
+
+enum { BM_TRACE_NODES = 1, BM_TRACE_LAYERS = 2 };
+struct bm_node_trace {
+    int mode;
+    int32_t segment, asked;
+    uint64_t since_ns;
+    int64_t since_faults;
+    struct bm_node_row *rows;
+    size_t n, cap;
 };
 
 struct bm_layer {
     int32_t n_tensors, learned, next_rank, experts, first_entry;
+    int32_t block; /* N of blk.N */
     int32_t order[4]; /* tensor indices in graph order */
 };
 
@@ -82,6 +119,7 @@ struct bm_node {
     struct bm_node *next; /* further nodes over the same weight in one graph */
     int32_t tensor;
     int32_t op_params[4]; /* the stock op's own, handed on */
+    const struct gg_tensor *weights; /* the router's, when they are watched */
     atomic_uchar claim;   /* 0 free, 1 an announcer is at work, 2 announced */
     bool armed;
 };
@@ -174,6 +212,35 @@ struct bm_engine {
     uint32_t weights_cap;
     char fault[256];
 
+    /* The router's choice (routing.c) and node times (node_trace.c); all off unless asked for. */
+    bool watch_router, cut_sorted, decode_phase;
+    const struct gg_tensor *last_weights; /* of the ask pass */
+    int64_t batch_first, batch_tokens;    /* position of the batch's first token; how many */
+    struct {
+        bool on;
+        struct bm_route_row *rows;
+        size_t n, cap;
+        uint64_t lost;
+        uint32_t layers_seen;
+        uint32_t *counted; /* [n_entries] layers_seen + 1 when its read cost was last counted */
+    } route;
+    struct {
+        int32_t *ids;
+        int64_t n_rows;
+        int32_t k;
+    } replay;
+    struct {
+        double share;
+        bool renormalise, in_prefill, deterministic;
+        int32_t capacity, n_booked;
+        uint8_t *booked; /* [n_entries] */
+    } drop;
+    float substitute;
+    int32_t top_k;
+    struct bm_node_trace node_trace;
+    uint8_t *speculative;                    /* [n_entries] read unasked and not yet looked up */
+    struct bm_layer_counters *layer_counters; /* [n_layers] */
+
     struct bm_work work;
     struct bm_nest *nest[BM_MAX_THREADS];
     struct bm_counters counters;
@@ -191,6 +258,19 @@ void bm_ready_changed(struct bm_engine *);
 void bm_stop_now(struct bm_engine *, int why, int32_t slice);
 void bm_test_delay(struct bm_engine *);
 uint64_t bm_now_ns(void);
+
+/* routing.c */
+bool bm_is_router_weights(const struct gg_tensor *);
+void bm_router(struct bm_engine *, const struct bm_node *, const struct gg_tensor *dst);
+int32_t bm_sorted_layer(const struct bm_engine *, const struct gg_tensor *);
+void bm_substitute(struct bm_engine *, int32_t layer, struct gg_tensor *sorted);
+void bm_routing_free(struct bm_engine *);
+
+/* node_trace.c */
+void bm_trace_begin(struct bm_engine *);
+bool bm_trace_asks(struct bm_engine *, const struct gg_tensor *);
+void bm_trace_node(struct bm_engine *, const struct gg_tensor *);
+void bm_node_trace_free(struct bm_engine *);
 
 /* kernel.c */
 void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata);

@@ -106,6 +106,7 @@ static int lay_out(struct bm_engine *e, struct bm_node *node, struct gg_tensor *
     struct bm_work *w = &e->work;
     const struct gg_tensor *act = dst->src[1], *ids = dst->src[2];
     int64_t n_ids = ids->ne[0], n_tokens = ids->ne[1], ne1 = t->d.ne1;
+    if (e->watch_router && t->rank == 0) bm_router(e, node, dst);
     w->tensor = node->tensor;
     w->n_ids = n_ids, w->n_tokens = n_tokens, w->n_unique = 0;
     w->convert = act->type != t->traits->vec_dot_type;
@@ -382,7 +383,10 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
         bm_wait_ready(e, seen, &waited, waiting);
     }
     if (ith == 0) {
-        atomic_fetch_add_explicit(&e->counters.kernel_ns, bm_now_ns() - t0, memory_order_relaxed);
+        uint64_t took = bm_now_ns() - t0;
+        atomic_fetch_add_explicit(&e->counters.kernel_ns, took, memory_order_relaxed);
+        atomic_fetch_add_explicit(&e->layer_counters[e->tensors[node->tensor].d.layer].kernel_ns, took,
+                                  memory_order_relaxed);
         atomic_fetch_add_explicit(&e->counters.nodes, 1, memory_order_relaxed);
     }
 }

@@ -112,17 +112,32 @@ bool bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, in
                 hit &= (atomic_load_explicit(&e->state[slice], memory_order_relaxed) & BM_STATE_MASK) >= BM_READING;
             }
             hits += hit;
+            if (e->speculative[entry]) {
+                e->speculative[entry] = 0;
+                if (hit) atomic_fetch_add_explicit(&e->counters.speculated, 1, memory_order_relaxed);
+            }
         }
+        struct bm_layer_counters *lc = &e->layer_counters[t->d.layer];
+        atomic_fetch_add_explicit(&lc->lookups, (uint64_t)n, memory_order_relaxed);
+        atomic_fetch_add_explicit(&lc->hits, hits, memory_order_relaxed);
         for (int32_t k = 0; k < layer->n_tensors; k++) {
             int32_t first = e->tensors[layer->order[k]].d.first_slice;
+            uint32_t before = posted;
             for (int32_t i = 0; i < n; i++)
                 posted += want(e, first + experts[i], k == 0 ? BM_PIN : 0) == BM_ABSENT;
+            if (posted > before)
+                atomic_fetch_add_explicit(&lc->posted_bytes,
+                                          (posted - before) * e->tensors[layer->order[k]].d.slice_bytes,
+                                          memory_order_relaxed);
         }
         atomic_fetch_add_explicit(&e->counters.lookups, (uint64_t)n, memory_order_relaxed);
         atomic_fetch_add_explicit(&e->counters.hits, hits, memory_order_relaxed);
     } else {
         for (int32_t i = 0; i < n; i++) posted += want(e, t->d.first_slice + experts[i], BM_PIN) == BM_ABSENT;
         atomic_fetch_add_explicit(&e->counters.reposted, posted, memory_order_relaxed);
+        if (posted)
+            atomic_fetch_add_explicit(&e->layer_counters[t->d.layer].posted_bytes, posted * t->d.slice_bytes,
+                                      memory_order_relaxed);
     }
     if (posted) {
         atomic_store_explicit(&e->counters.announced_at_ns, bm_now_ns(), memory_order_relaxed);
@@ -156,6 +171,8 @@ void bm_wait_ready(struct bm_engine *e, uint32_t seen, uint64_t *waited_ns, int3
     uint64_t t1 = bm_now_ns();
     atomic_fetch_add_explicit(&e->counters.stall_ns, t1 - t0, memory_order_relaxed);
     atomic_fetch_add_explicit(&e->counters.waits, 1, memory_order_relaxed);
+    int32_t layer = atomic_load_explicit(&e->current_layer, memory_order_relaxed);
+    if (layer >= 0) atomic_fetch_add_explicit(&e->layer_counters[layer].stall_ns, t1 - t0, memory_order_relaxed);
     uint64_t counted = t1 - t0 < 2 * LONGEST_SLEEP_NS ? t1 - t0 : 2 * LONGEST_SLEEP_NS;
     *waited_ns = atomic_load(&e->ready_seq) != seen ? 0 : *waited_ns + counted; /* slow is not stuck */
     if (*waited_ns > e->watchdog_ns) bm_stop_now(e, BM_STOP_STALL, slice);
@@ -238,6 +255,30 @@ BM_API int bm_abandon(struct bm_engine *e, int32_t slot, int again) {
     return (n & BM_STATE_MASK) == BM_WANTED;
 }
 
+/* Gives ABSENT slices slots to be read into before anyone asks. `taken[i]` says which were. Demand that comes
+ * later finds them READING. Returns how many. */
+BM_API int32_t bm_preload(struct bm_engine *e, const int32_t *slices, const int32_t *slots, int32_t n, uint8_t *taken) {
+    int32_t count = 0;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t slice = slices[i];
+        struct bm_tensor *t = &e->tensors[e->slice_tensor[slice]];
+        uint32_t s = BM_ABSENT;
+        taken[i] = 0;
+        if (atomic_load(&e->state[slice]) != BM_ABSENT) continue;
+        /* Absent: only this thread can make it READY, so nobody reads its address before then. */
+        e->data[slice] = (uint8_t *)e->slot_address[slots[i]] + e->phase[slice];
+        bm_test_delay(e);
+        taken[i] = atomic_compare_exchange_strong(&e->state[slice], &s, BM_READING);
+        if (!taken[i]) continue;
+        e->slot[slice] = slots[i];
+        e->slot_slice[slots[i]] = slice;
+        e->present[t->d.first_entry + slice - t->d.first_slice]++;
+        e->speculative[t->d.first_entry + slice - t->d.first_slice] = 1;
+        count++;
+    }
+    return count;
+}
+
 /* Takes a slice out of its slot unless it is in use or, without `force`, about to be. Returns the slot,
  * or -1. The compare-and-swap of (READY, no pins) is the whole race: a pin that came first fails it, a
  * lookup that comes later finds the slice absent. */
@@ -297,7 +338,9 @@ BM_API void bm_stop(struct bm_engine *e, int why) { bm_stop_now(e, why, -1); }
 
 /* Before llama_decode: the batch clock advances, uses are worth more than before (the same as all
  * earlier ones ageing), and whatever an aborted batch left on its nodes is cleared. */
-BM_API void bm_begin_batch(struct bm_engine *e) {
+BM_API void bm_begin_batch(struct bm_engine *e, int64_t first, int64_t tokens, int decode) {
+    e->batch_first = first, e->batch_tokens = tokens, e->decode_phase = decode, e->last_weights = NULL;
+    if (e->node_trace.mode) bm_trace_begin(e);
     atomic_fetch_add(&e->clock, 1);
     e->weight *= e->growth;
     if (e->weight > 1e200) {
@@ -337,6 +380,8 @@ BM_API uint32_t bm_clock(struct bm_engine *e) { return atomic_load(&e->clock); }
 BM_API int32_t bm_current_layer(struct bm_engine *e) { return atomic_load(&e->current_layer); }
 BM_API uint32_t *bm_last_use(struct bm_engine *e) { return e->last_use; }
 BM_API double *bm_frequency(struct bm_engine *e) { return e->frequency; }
+BM_API struct bm_layer_counters *bm_layer_counts(struct bm_engine *e) { return e->layer_counters; }
+BM_API uint8_t *bm_speculative(struct bm_engine *e) { return e->speculative; }
 BM_API uint8_t *bm_present(struct bm_engine *e) { return e->present; }
 BM_API uint64_t *bm_slot_address(struct bm_engine *e) { return e->slot_address; }
 BM_API uint32_t *bm_phase(struct bm_engine *e) { return e->phase; }
