@@ -18,6 +18,7 @@ from bmoe.io.read_queue import ReadQueue
 from bmoe.io.slot_memory import SlotMemory
 from bmoe.pipeline.native import Engine, Segment, lib
 from bmoe.pipeline.slots import SlotPlan, plan_slots
+from bmoe.pipeline.spare_reads import SpareReads
 from bmoe.pipeline.streamer import Streamer
 from bmoe.policies import policy_named
 from bmoe.replayed_routing import replay_table
@@ -120,6 +121,9 @@ class StreamingEngine:
             make_policy=policy_named(config.policy),
             event_fd=self._event_fd,
         )
+        if config.prefetch_layers or config.predict_prefetch or config.route_ahead:
+            most = depth if config.route_ahead else max(2, depth // 4)
+            self.streamer.follow_hints(SpareReads(most=most, always=config.route_ahead > 0))
         self._streaming = True
         await self.streamer.prepare()
 
@@ -134,6 +138,14 @@ class StreamingEngine:
                 renormalise=config.drop_renormalise,
                 in_prefill=config.drop_in_prefill,
                 deterministic_experts=self.plan.expert_slots if config.deterministic_cache else 0,
+            )
+        if config.prefetch_layers or config.predict_prefetch or config.predict_log or config.route_ahead:
+            engine.set_predict(
+                temporal=config.prefetch_layers,
+                stale=config.predict_prefetch,
+                log=config.predict_log,
+                route_ahead=config.route_ahead,
+                top_k=self.layout.top_k,
             )
         if config.expert_substitute > 0:
             engine.set_substitute(config.expert_substitute, self.layout.top_k)
@@ -171,7 +183,7 @@ class StreamingEngine:
         async with self._resizing:
             plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes, can_grow=True)
             self.plan = plan
-            await self.streamer.resize(plan)
+            await self.streamer.pool.resize(plan)
         return self.plan.used_bytes
 
     def dense_resident(self) -> float | None:

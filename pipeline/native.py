@@ -81,6 +81,9 @@ _COUNTERS = (
     "dropped",
     "substituted",
     "speculated",
+    "route_committed",
+    "route_passed",
+    "route_agreed",
 )
 LAYER_COUNTERS = ("lookups", "hits", "posted_bytes", "stall_ns", "kernel_ns")
 """Columns of `Engine.layer_counters`."""
@@ -104,6 +107,9 @@ NODE_ROW = np.dtype(
 )
 """`struct bm_node_row` of hook.h."""
 TRACE_NODES, TRACE_LAYERS = 1, 2
+GUESSES = ("previous", "stale", "stale-2", "own", "ahead")
+"""What the next routing may be guessed from: the previous token, this layer's or the one before's input under
+the layer's router, the layer's own input (a control, which must be right), the route taken ahead."""
 
 
 class _Counters(ctypes.Structure):
@@ -134,6 +140,9 @@ class EngineCounters:
     dropped: int
     substituted: int
     speculated: int
+    route_committed: int
+    route_passed: int
+    route_agreed: int
 
 
 def _load() -> ctypes.PyDLL:
@@ -201,6 +210,10 @@ def _load() -> ctypes.PyDLL:
         "bm_set_replay": (c_int, (engine, c_void_p, c_int64, c_int32)),
         "bm_set_drop": (c_int, (engine, c_double, c_int, c_int, c_int32)),
         "bm_set_substitute": (None, (engine, ctypes.c_float, c_int32)),
+        "bm_set_predict": (c_int, (engine, c_int, c_int, c_int, c_int, c_int32)),
+        "bm_take_hints": (c_int32, (engine, POINTER(c_int32), c_int32)),
+        "bm_predictions": (POINTER(c_uint64), (engine,)),
+        "bm_predict_tripped": (c_int, (engine,)),
         "bm_trace_nodes": (None, (engine, c_int)),
         "bm_node_rows": (ctypes.c_size_t, (engine, POINTER(c_void_p))),
         "bm_reset": (None, (engine,)),
@@ -403,6 +416,29 @@ class Engine:
         """Prefers experts in memory by `share` of a token's range of scores."""
         lib.bm_set_substitute(self.handle, share, top_k)
 
+    def set_predict(self, *, temporal: int, stale: bool, log: bool, route_ahead: int, top_k: int) -> None:
+        """Guesses what will be routed to; what is missing of that is handed to the streamer as hints.
+
+        Args:
+            temporal: Layers ahead for which the previous token's experts are guessed.
+            stale: Guess the next layer's from its router and this layer's input.
+            log: Score the guesses (`predictions`).
+            route_ahead: Lossy: commit to guesses made so many layers before; 0 is off.
+            top_k: Experts per token.
+        """
+        if lib.bm_set_predict(self.handle, temporal, int(stale), int(log), route_ahead, top_k):
+            raise MemoryError("bm_set_predict")
+
+    def predictions(self) -> NDArray[np.uint64]:
+        """[layers, guesses, 5]: for each of `GUESSES`, rows, slots, hits, exact rows, rows not scored."""
+        shape = (len(self.layer_experts), len(GUESSES), 5)
+        return np.ctypeslib.as_array(lib.bm_predictions(self.handle), shape).copy()
+
+    @property
+    def predicting_stopped(self) -> bool:
+        """Whether guesses are off because the router does not choose by its matrix alone."""
+        return bool(lib.bm_predict_tripped(self.handle))
+
     def trace_nodes(self, mode: int) -> None:
         """TRACE_NODES or TRACE_LAYERS: `node_rows` has times. Cuts the graph."""
         lib.bm_trace_nodes(self.handle, mode)
@@ -423,6 +459,12 @@ class Engine:
         """CLOCK_MONOTONIC of the last announcement that asked for something."""
         at: int = self._counters.announced_at_ns
         return at
+
+    @property
+    def speculated(self) -> int:
+        """Experts looked up for the first time after being read unasked."""
+        count: int = self._counters.speculated
+        return count
 
     def tensor_of_slice(self, slice_id: int) -> int:
         """Index of the tensor that a slice belongs to."""

@@ -1,14 +1,14 @@
 """The asyncio half of the pipeline: requests in, reads out, readiness back.
 
-It owns the slots' free lists, the order of eviction as the policy chose it, and the growth of slot
-memory. It must not know models or tokens. Everything here runs on the loop's thread, and only when a
-layer missed: doorbell, take, assign, read, submit. Choosing victims comes after the submission, in
-batches, so that the next miss only has to try candidates that are already ranked.
+It owns requests and reads: those that compute threads wait for first, those that nobody has asked for yet
+when there is time. It must not know models or tokens. Everything here runs on the loop's thread, and only when
+a layer missed: doorbell, take, assign, read, submit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import ctypes
 import time
 from collections import deque
@@ -16,29 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from bmoe.io.errors import MemoryBudgetError
-from bmoe.pipeline.native import PIN_SHIFT, READING, STATE_MASK, STOP_FAULT, STOP_IO, Engine, lib
-from bmoe.pipeline.policy import UseHistory
+from bmoe.pipeline.native import PIN_SHIFT, STOP_FAULT, STOP_IO, Engine, lib
+from bmoe.pipeline.slot_pool import SlotPool
+from bmoe.pipeline.spare_reads import SpareReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from bmoe.io.backend import Place, Target
+    from bmoe.io.backend import Place
     from bmoe.io.errors import ReadError
     from bmoe.io.read_queue import ReadQueue
     from bmoe.io.slot_memory import SlotMemory
-    from bmoe.pipeline.policy import EvictionPolicy
+    from bmoe.pipeline.policy import EvictionPolicy, UseHistory
     from bmoe.pipeline.slots import SlotPlan
 
 
 _LONGEST_RUN = 1024
 # How long after an announcement more are to be expected.
 _DEMAND_LASTS_NS = 50_000_000
-_SHRINK_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +80,6 @@ class StreamerStatistics:
     slots_total: int
 
 
-class _Ranking:
-    """Entries to give up, the first to go first, as native code takes them."""
-
-    __slots__ = ("entries", "next", "size", "used")
-
-    def __init__(self, chosen: NDArray[np.int32], used: NDArray[np.uint32]) -> None:
-        self.size = len(chosen)
-        self.next = 0
-        self.entries = (ctypes.c_int32 * max(1, self.size)).from_buffer_copy(_bytes_or_one(chosen))
-        self.used = (ctypes.c_uint32 * max(1, self.size)).from_buffer_copy(_bytes_or_one(used))
-
-    @property
-    def left(self) -> int:
-        return self.size - self.next
-
-
-def _bytes_or_one(values: NDArray[np.int32] | NDArray[np.uint32]) -> bytes:
-    return values.tobytes() or bytes(4)
-
-
 class Streamer:
     """Serves a native engine's requests from files into slots.
 
@@ -133,8 +108,6 @@ class Streamer:
     ) -> None:
         self._engine = engine
         self._handle = engine.handle
-        self._plan = plan
-        self._memories = memories
         self._queue = queue
         self._event_fd = event_fd
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,36 +126,24 @@ class Streamer:
                 self._tensor.append(i)
         self._slice_size = [t.slice_bytes for t in tensors]
 
-        self._class_of_slot = [c for c, k in enumerate(plan.classes) for _ in range(k.capacity)]
-        self._targets: list[Target | None] = [None] * plan.capacity
-        for k, memory in zip(plan.classes, memories, strict=True):
-            slots = np.arange(k.capacity, dtype=np.uint64) * np.uint64(k.slot_bytes)
-            engine.slot_address[k.first_slot : k.first_slot + k.capacity] = slots + memory.base_address
-        # By class, what the backend knows of its memory: slots of the class and the buffer they are in.
-        self._buffers: list[list[tuple[range, int]]] = [[] for _ in plan.classes]
-        self._free: list[list[int]] = [[] for _ in plan.classes]
-        self._growing: list[asyncio.Task[None] | None] = [None] * len(plan.classes)
-
-        layer_of = np.repeat(np.arange(len(engine.layer_experts), dtype=np.int32), engine.layer_experts)
-        self._history = UseHistory(
-            last_use=engine.last_use,
-            frequency=engine.frequency,
-            layer_of=layer_of,
-            layers=len(engine.layer_experts),
+        self.pool = SlotPool(
+            engine=engine,
+            plan=plan,
+            memories=memories,
+            backend=queue.backend,
+            make_policy=make_policy,
+            on_room=self._on_room,
         )
-        self._policy = make_policy(self._history)
-        # Entries that can free a slot of each class.
-        self._of_class: list[NDArray[np.bool_]] = []
-        for c in range(len(plan.classes)):
-            layers = {t.layer for i, t in enumerate(tensors) if plan.class_of_tensor[i] == c}
-            self._of_class.append(np.isin(layer_of, list(layers)))
-        nobody = np.empty(0, dtype=np.int32)
-        self._rankings = [_Ranking(nobody, engine.last_use[nobody]) for _ in plan.classes]
-        self._low_water = 16
-
         self._pending: deque[int] = deque()
         self._unasked: deque[int] = deque()
-        self._set_aside: list[int] = []
+        # (layer, slices) expected soon; `_spare` says how many of them to read, None that there are none.
+        self._hinted: deque[tuple[int, list[int]]] = deque()
+        self._hints = (ctypes.c_int32 * _LONGEST_RUN)()
+        self._hinted_experts = 0
+        self._spare: SpareReads | None = None
+        self._tensors_of_layer: list[list[int]] = [[] for _ in engine.layer_experts]
+        for i, t in enumerate(tensors):
+            self._tensors_of_layer[t.layer].append(i)
         self._was_absent = (ctypes.c_uint8 * 1)()
         self._closing = False
         self._starved = self._ranking = False
@@ -191,14 +152,13 @@ class Streamer:
             (ctypes.c_int32 * _LONGEST_RUN)(),
             (ctypes.c_int32 * _LONGEST_RUN)(),
         )
-        self._consumed, self._freed = ctypes.c_int32(), (ctypes.c_int32 * max(4, plan.capacity))()
         self._done = (ctypes.c_int32 * _LONGEST_RUN)()
         self._was_resident = bytearray(engine.slices)
         self._error: ReadError | None = None
         # Counts what `reset` has ended, so that a late failure is told from one that matters.
         self._batch_of_slot = [0] * plan.capacity
-        self._reads = self._read_bytes = self._slice_bytes = self._evictions = self._rereads = 0
-        self._sweeps = self._starvations = self._loop_ns = self._batch = 0
+        self._reads = self._read_bytes = self._slice_bytes = self._rereads = 0
+        self._starvations = self._loop_ns = self._batch = 0
         self._submit_latency_ns = self._speculative_reads = self._speculative_bytes = 0
         self._outstanding = self._reads_done = self._io_mark_ns = self._in_flight_ns = self._io_busy_ns = 0
         self._read_records: list[tuple[int, bool, int, int]] | None = None
@@ -209,8 +169,6 @@ class Streamer:
         """Slice bytes asked for by each announcement that asked, newest last; the caller may clear it."""
         self.bug: Exception | None = None
         """An unexpected failure in a callback: it ends the run."""
-        self.growth_error: MemoryBudgetError | None = None
-        """Why slot memory stopped growing short of the plan; the run goes on with what there is."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -220,8 +178,7 @@ class Streamer:
         Raises:
             MemoryBudgetError: No memory for the first chunk.
         """
-        for c in range(len(self._plan.classes)):
-            await self._grow(c)
+        await self.pool.prepare()
 
     def start(self) -> None:
         """Listens to the doorbell; takes the queue over."""
@@ -236,9 +193,8 @@ class Streamer:
         self._closing = True
         self._pending.clear()  # memory that has grown would start reads, and grow again
         self._unasked.clear()
-        for task in self._growing:
-            if task is not None:
-                await task
+        self._hinted.clear()
+        await self.pool.aclose()
         await self._queue.aclose()
 
     @property
@@ -249,6 +205,7 @@ class Streamer:
     def reset(self) -> None:
         """After a batch that ended early: forgets requests. Reads in flight go on and are kept."""
         self._pending.clear()
+        self._hinted.clear()
         self._starved = False
         self._error = self.bug = None
         self._batch += 1
@@ -256,15 +213,15 @@ class Streamer:
 
     def statistics(self) -> StreamerStatistics:
         """A snapshot of the counters."""
-        ready = sum(m.populated_slots for m in self._memories)
+        pool, ready = self.pool, self.pool.slots_ready
         since_ns = time.monotonic_ns() - self._io_mark_ns if self._outstanding else 0
         return StreamerStatistics(
             reads=self._reads,
             read_bytes=self._read_bytes,
             slice_bytes=self._slice_bytes,
-            evictions=self._evictions,
+            evictions=pool.evictions,
             rereads=self._rereads,
-            sweeps=self._sweeps,
+            sweeps=pool.sweeps,
             starved=self._starvations,
             loop_ns=self._loop_ns,
             submit_latencies=len(self.submit_latencies_ns),
@@ -274,9 +231,9 @@ class Streamer:
             io_busy_ns=self._io_busy_ns + since_ns,
             speculative_reads=self._speculative_reads,
             speculative_bytes=self._speculative_bytes,
-            slots_used=ready - sum(map(len, self._free)),
+            slots_used=ready - sum(map(len, pool.free)),
             slots_ready=ready,
-            slots_total=self._plan.total_slots,
+            slots_total=pool.plan.total_slots,
         )
 
     def record_reads(self) -> None:
@@ -313,6 +270,10 @@ class Streamer:
         if taken:
             size, tensor = self._slice_size, self._tensor
             self.request_bytes.append(sum([size[tensor[s]] for s in taken]))
+        if self._spare is not None:
+            self._take_hints()
+            if self._hinted:
+                self._pump_unasked()
         self._loop_ns += time.monotonic_ns() - t0
 
     def _pump(self, announced_ns: int = 0) -> None:
@@ -324,10 +285,10 @@ class Streamer:
         pending, tensor_of, started = self._pending, self._tensor, 0
         while pending:
             tensor = tensor_of[pending[0]]
-            c = self._plan.class_of_tensor[tensor]
-            n = self._free_slots(c, self._run_length())
+            c = self.pool.plan.class_of_tensor[tensor]
+            n = self.pool.make_room(c, self._run_length(), starved=self._starved)
             if n == 0:
-                if self._growing[c] is not None or not self._pull_forward_demand():
+                if self.pool.is_growing(c) or not self._pull_forward_demand():
                     break
                 continue
             self._start_reads([pending.popleft() for _ in range(n)], tensor)
@@ -356,7 +317,7 @@ class Streamer:
 
     def _start_reads(self, run: list[int], tensor: int) -> None:
         """Reads these slices of one tensor into free slots, of which there are enough."""
-        free = self._free[self._plan.class_of_tensor[tensor]]
+        free = self.pool.free[self.pool.plan.class_of_tensor[tensor]]
         n = len(run)
         slots = free[-n:]
         del free[-n:]
@@ -366,13 +327,13 @@ class Streamer:
             raise RuntimeError(
                 f"slices of {self._engine.tensors[tensor].name} were posted but are not wanted"
             )
-        places, targets = self._place, self._targets
+        places, targets = self._place, self.pool.targets
         self._queue.read_many(slots, [places[s] for s in run], [targets[s] for s in slots])  # type: ignore[misc]  # free slots have targets
         self._queue.submit()
         self._count_in_flight(n)
         self._reads += n
         self._slice_bytes += n * self._slice_size[tensor]
-        self._read_bytes += n * self._plan.classes[self._plan.class_of_tensor[tensor]].slot_bytes
+        self._read_bytes += n * self.pool.plan.classes[self.pool.plan.class_of_tensor[tensor]].slot_bytes
         for slot in slots:
             self._batch_of_slot[slot] = self._batch
         if self._read_records is not None:
@@ -396,14 +357,24 @@ class Streamer:
 
     def _after_reads(self) -> None:
         """With reads out: see to memory and to the next victims."""
-        for c, memory in enumerate(self._memories):
-            # One chunk ahead: the next is ready before this one is used up.
-            if self._growing[c] is None and len(self._free[c]) < memory.chunk_slots // 2:
-                self._grow_soon(c)
-        if not self._ranking and any(r.left < self._low_water for r in self._rankings):
+        self.pool.grow_ahead()
+        if not self._ranking and self.pool.needs_ranking:
             self._ranking = True
             assert self._loop is not None
-            self._loop.call_soon(self._guarded, self._rank_all)
+            self._loop.call_soon(self._guarded, self._rank)
+
+    def _rank(self) -> None:
+        t0 = time.monotonic_ns()
+        self._ranking = False
+        self.pool.rank_low()
+        self._loop_ns += time.monotonic_ns() - t0
+
+    def _on_room(self) -> None:
+        """The pool may have slots that it had not."""
+        if self._pending:
+            self._guarded(self._pump)
+        elif self._unasked or self._hinted:
+            self._guarded(self._pump_unasked)
 
     def _starve(self) -> None:
         """No slot for the oldest request. From now on every release rings; look once more, then wait."""
@@ -416,195 +387,12 @@ class Streamer:
         """Moves a request that a matmul is waiting for before those made early. False when none can."""
         for i, slice_id in enumerate(self._pending):
             pinned = lib.bm_slice_word(self._handle, slice_id) >> PIN_SHIFT
-            c = self._plan.class_of_tensor[self._tensor[slice_id]]
-            if pinned and (self._free[c] or self._sweep(c, force=True)):
+            c = self.pool.plan.class_of_tensor[self._tensor[slice_id]]
+            if pinned and (self.pool.free[c] or self.pool.sweep(c, force=True)):
                 del self._pending[i]
                 self._pending.appendleft(slice_id)
                 return True
         return False
-
-    # --- slots ------------------------------------------------------------------------------------
-
-    def _free_slots(self, c: int, want: int) -> int:
-        """How many of `want` slots of class `c` are free, room made as needed and possible.
-
-        Ranked victims go first, then anything idle. While memory grows, nothing is given up: there will be
-        slots in a moment.
-        """
-        free = self._free[c]
-        if len(free) >= want:
-            return want
-        if self._growing[c] is not None or self._grow_soon(c):
-            return len(free)
-        if not self._starved:
-            self._evict_ranked(c, want - len(free))
-            if len(free) < want:
-                self._rank(c)
-                self._evict_ranked(c, want - len(free))
-        if not free:
-            self._sweep(c, force=False)
-        return min(want, len(free))
-
-    def _evict_ranked(self, c: int, want: int) -> None:
-        ranking, k = self._rankings[c], self._plan.classes[c]
-        if ranking.left == 0:
-            return
-        n = lib.bm_evict_ranked(
-            self._handle,
-            ctypes.byref(ranking.entries, 4 * ranking.next),
-            ctypes.byref(ranking.used, 4 * ranking.next),
-            ranking.left,
-            k.first_slot,
-            k.first_slot + k.capacity,
-            want,
-            self._freed,
-            self._consumed,
-        )
-        ranking.next += self._consumed.value
-        self._release(n)
-
-    def _sweep(self, c: int, *, force: bool) -> bool:
-        k = self._plan.classes[c]
-        n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.capacity, 8, int(force), self._freed)
-        self._sweeps += 1
-        self._release(n)
-        return bool(n > 0)
-
-    def _release(self, n: int) -> None:
-        self._evictions += n
-        for slot in self._freed[:n]:
-            self._free_slot(slot)
-
-    def _free_slot(self, slot: int) -> None:
-        """A slot is empty: for the next read, unless its memory is about to be given back."""
-        c = self._class_of_slot[slot]
-        k = self._plan.classes[c]
-        if slot < k.first_slot + k.slots:
-            self._free[c].append(slot)
-
-    def _rank(self, c: int) -> None:
-        """Asks the policy for the next victims of class `c`."""
-        engine = self._engine
-        candidates = np.flatnonzero((engine.present > 0) & self._of_class[c]).astype(np.int32)
-        count = min(len(candidates), max(4 * self._low_water, len(candidates) // 16))
-        chosen = self._policy.victims(candidates, count, lib.bm_current_layer(self._handle))
-        self._rankings[c] = _Ranking(chosen, engine.last_use[chosen])
-
-    def _rank_all(self) -> None:
-        t0 = time.monotonic_ns()
-        self._ranking = False
-        for c in range(len(self._plan.classes)):
-            full = self._memories[c].populated_slots >= self._plan.classes[c].slots
-            if full and self._rankings[c].left < self._low_water:
-                self._rank(c)
-        self._loop_ns += time.monotonic_ns() - t0
-
-    def _grow_soon(self, c: int) -> bool:
-        """Starts making the next chunk of class `c` usable. False when all of it is."""
-        memory = self._memories[c]
-        if memory.populated_slots >= self._plan.classes[c].slots or self.growth_error is not None:
-            return False
-        assert self._loop is not None
-        self._growing[c] = self._loop.create_task(self._grow_and_pump(c))
-        return True
-
-    async def _grow(self, c: int) -> None:
-        memory = self._memories[c]
-        # Touching memory takes milliseconds per chunk: native code, another thread, no GIL.
-        slots = await asyncio.to_thread(memory.populate_next_chunk, self._plan.classes[c].slots)
-        if slots is None:
-            return
-        self._add_buffer(c, slots)
-        base = self._plan.classes[c].first_slot
-        for slot in reversed(slots):
-            self._free_slot(base + slot)
-
-    def _add_buffer(self, c: int, slots: range) -> None:
-        """Makes slots of class `c` known to the backend."""
-        memory, base = self._memories[c], self._plan.classes[c].first_slot
-        buffer_id = self._queue.backend.add_buffer(memory.slots_view(slots))
-        self._buffers[c].append((slots, buffer_id))
-        for slot in slots:
-            self._targets[base + slot] = self._queue.backend.prepare(buffer_id, memory.slot_view(slot))
-
-    async def _grow_and_pump(self, c: int) -> None:
-        try:
-            await self._grow(c)
-        except MemoryBudgetError as error:
-            self.growth_error = error
-        finally:
-            self._growing[c] = None
-        if self._pending:
-            self._guarded(self._pump)
-        elif self._unasked:
-            self._guarded(self._pump_unasked)
-
-    # --- another budget ---------------------------------------------------------------------------
-
-    async def resize(self, plan: SlotPlan) -> None:
-        """Goes over to a plan with more or fewer slots of the same classes, also while reads are made.
-
-        More slots get their memory as they are needed. Fewer: the slots beyond are emptied as soon as nobody
-        uses them, and their memory is given back to the kernel before this returns. A second resize must
-        wait for the first.
-        """
-        self._plan = plan
-        self.growth_error = None
-        for c, k in enumerate(plan.classes):
-            limit = k.first_slot + k.slots
-            self._free[c] = [slot for slot in self._free[c] if slot < limit]
-        for c in range(len(plan.classes)):
-            await self._shrink(c)
-        if self._pending:
-            self._guarded(self._pump)
-
-    async def _shrink(self, c: int) -> None:
-        k, memory = self._plan.classes[c], self._memories[c]
-        if (growing := self._growing[c]) is not None:
-            await asyncio.wait((growing,))
-        first, last = k.first_slot + k.slots, k.first_slot + k.capacity
-        while memory.populated_slots > k.slots:
-            n = lib.bm_sweep(self._handle, first, last, len(self._freed), 0, self._freed)
-            self._release(n)
-            held = self._engine.slot_slice[first : k.first_slot + memory.populated_slots] >= 0
-            if not held.any():
-                break
-            if self._pending:  # what is held may be waited for by nobody but a request without a slot
-                self._guarded(self._pump)
-            await asyncio.sleep(_SHRINK_POLL_S)
-        else:
-            return
-        kept: list[tuple[range, int]] = []
-        halved: range | None = None
-        for slots, buffer_id in self._buffers[c]:
-            if slots.stop <= k.slots:
-                kept.append((slots, buffer_id))
-                continue
-            if slots.start < k.slots:
-                halved = range(slots.start, k.slots)
-                await self._until_no_read(k.first_slot, halved)
-            self._queue.backend.remove_buffer(buffer_id)
-        self._buffers[c] = kept
-        memory.give_back(k.slots)
-        if halved is not None:
-            self._add_buffer(c, halved)
-            self._free[c].extend(self._set_aside)
-            self._set_aside = []
-
-    async def _until_no_read(self, base: int, slots: range) -> None:
-        """Waits until nothing is read into these slots, and lets nothing new be; see `_set_aside`."""
-        c = self._class_of_slot[base]
-        low, high = base + slots.start, base + slots.stop
-        self._set_aside = [s for s in self._free[c] if low <= s < high]
-        self._free[c] = [s for s in self._free[c] if not low <= s < high]
-        while any(
-            (s := int(self._engine.slot_slice[slot])) >= 0
-            and lib.bm_slice_word(self._handle, s) & STATE_MASK == READING
-            for slot in range(low, high)
-        ):
-            await asyncio.sleep(_SHRINK_POLL_S)
-            self._set_aside += [s for s in self._free[c] if low <= s < high]
-            self._free[c] = [s for s in self._free[c] if not low <= s < high]
 
     # --- before anyone asks -----------------------------------------------------------------------
 
@@ -621,16 +409,32 @@ class Streamer:
         """Slices that are still to be preloaded."""
         return len(self._unasked)
 
+    def follow_hints(self, spare: SpareReads) -> None:
+        """From now on what the native side expects to be routed to is read ahead, as far as `spare` allows."""
+        self._spare = spare
+
+    def _take_hints(self) -> None:
+        n = lib.bm_take_hints(self._handle, self._hints, len(self._hints))
+        for entry in self._hints[:n]:
+            layer, slices = self._slices_of(entry)
+            self._hinted.append((layer, slices))
+
+    def _slices_of(self, entry: int) -> tuple[int, list[int]]:
+        engine = self._engine
+        layer = bisect.bisect_right(engine.first_entry, entry) - 1
+        expert = entry - engine.first_entry[layer]
+        return layer, [engine.first_slice[t] + expert for t in self._tensors_of_layer[layer]]
+
     def _pump_unasked(self) -> None:
-        if not self._unasked or self._pending or self._closing:
+        if self._pending or self._closing:
             return
+        started = self._read_hinted() if self._hinted else False
         quiet = time.monotonic_ns() - self._engine.announced_at_ns > _DEMAND_LASTS_NS
         most = self._queue.backend.queue_depth if quiet else 2
-        started = False
         while self._unasked and self._outstanding < most:
-            c = self._plan.class_of_tensor[self._tensor[self._unasked[0]]]
-            if not self._free[c]:
-                if self._growing[c] is not None or self._grow_soon(c):
+            c = self.pool.plan.class_of_tensor[self._tensor[self._unasked[0]]]
+            if not self.pool.free[c]:
+                if self.pool.is_growing(c) or self.pool.grow_soon(c):
                     break  # goes on when memory has grown
                 self._unasked.clear()  # the cache is full: what is in it has been asked for
                 break
@@ -639,17 +443,44 @@ class Streamer:
             self._queue.submit()
             self._after_reads()
 
+    def _read_hinted(self) -> bool:
+        """Reads what is expected for layers still to come, in place of what ranks lowest."""
+        assert self._spare is not None
+        statistics = self.statistics()
+        most = self._spare.reads_allowed(
+            now_ns=time.monotonic_ns(),
+            io_busy_ns=statistics.io_busy_ns,
+            issued=self._hinted_experts,
+            useful=self._engine.speculated,
+        )
+        layers, now, started = len(self._engine.layer_experts), lib.bm_current_layer(self._handle), False
+        while self._hinted and self._outstanding < most:
+            layer, slices = self._hinted.popleft()
+            if not 0 < (layer - now) % layers <= layers // 2:
+                continue  # computed meanwhile
+            read = False
+            for slice_id in slices:
+                c = self.pool.plan.class_of_tensor[self._tensor[slice_id]]
+                if not self.pool.free[c]:
+                    self.pool.evict_ranked(c, 1)
+                if self.pool.free[c]:
+                    read |= self._read_unasked(slice_id, c)
+            self._hinted_experts += read
+            started |= read
+        return started
+
     def _read_unasked(self, slice_id: int, c: int) -> bool:
-        slot = self._free[c].pop()
+        free = self.pool.free[c]
+        slot = free.pop()
         self._run_slices[0], self._run_slots[0] = slice_id, slot
         if not lib.bm_preload(self._handle, self._run_slices, self._run_slots, 1, self._was_absent):
-            self._free[c].append(slot)
+            free.append(slot)
             return False
-        target = self._targets[slot]
+        target = self.pool.targets[slot]
         assert target is not None
         self._queue.read_many((slot,), (self._place[slice_id],), (target,))
         self._count_in_flight(1)
-        slot_bytes = self._plan.classes[c].slot_bytes
+        slot_bytes = self.pool.plan.classes[c].slot_bytes
         self._reads += 1
         self._speculative_reads += 1
         self._slice_bytes += self._slice_size[self._tensor[slice_id]]
@@ -677,7 +508,7 @@ class Streamer:
                 raise RuntimeError("a read completed for a slot that was not being read")
         if self._pending:
             self._pump()
-        if self._unasked:
+        if self._unasked or self._hinted:
             self._pump_unasked()
         self._loop_ns += time.monotonic_ns() - t0
 
@@ -686,7 +517,7 @@ class Streamer:
         for slot in slots:
             slice_id = int(self._engine.slot_slice[slot])
             entry = self._entry_of_slice(slice_id)
-            slot_bytes = self._plan.classes[self._class_of_slot[slot]].slot_bytes
+            slot_bytes = self.pool.plan.classes[self.pool.class_of_slot[slot]].slot_bytes
             unasked = bool(self._engine.speculative[entry])
             self._read_records.append(
                 (slice_id, unasked, slot_bytes, self._io_mark_ns - self._started_ns[slot])
@@ -708,7 +539,7 @@ class Streamer:
             error.slice_name = self._engine.slice_name(slice_id)
             self._error = error
         again = lib.bm_abandon(self._handle, slot, int(late))
-        self._free_slot(slot)
+        self.pool.give(slot)
         if again:
             self._pending.append(slice_id)
         if not late:

@@ -154,6 +154,7 @@ BM_API void bm_engine_free(struct bm_engine *e) {
     bm_work_free(e);
     bm_routing_free(e);
     bm_node_trace_free(e);
+    bm_predict_free(e);
     for (int32_t i = 0; e->nodes && i < e->n_tensors; i++)
         for (struct bm_node *n = e->nodes[i], *next; n; n = next) {
             next = n->next;
@@ -360,7 +361,8 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
     struct bm_engine *e = userdata;
     if (!ask) {
         int32_t layer = e->cut_sorted ? bm_sorted_layer(e, t) : -1;
-        if (layer >= 0) bm_substitute(e, layer, t);
+        if (layer >= 0 && e->substitute > 0) bm_substitute(e, layer, t);
+        if (layer >= 0 && e->predict.route_ahead) bm_commit_route(e, layer, t);
         if (e->node_trace.mode) bm_trace_node(e, t);
         return true;
     }
@@ -368,6 +370,7 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
     bool again = e->node_trace.mode ? bm_trace_asks(e, t) : false;
     if (e->cut_sorted && bm_sorted_layer(e, t) >= 0) again = true;
     if (e->watch_router && bm_is_router_weights(t)) e->last_weights = t;
+    if (e->predict.on) bm_note_router(e, t);
     if (t->op == op_custom) {
         struct gg_custom_params p;
         memcpy(&p, t->op_params, sizeof p);

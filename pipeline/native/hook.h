@@ -63,6 +63,7 @@ struct bm_counters {
     _Atomic uint64_t dropped;       /* of those, left out */
     _Atomic uint64_t substituted;   /* choices that gave way to an expert in memory */
     _Atomic uint64_t speculated;    /* looked up for the first time after being read unasked */
+    _Atomic uint64_t route_committed, route_passed, route_agreed; /* with a route taken ahead: layers; slots */
 };
 
 /* The same by layer. */
@@ -85,6 +86,28 @@ struct bm_node_row {
     int64_t major_faults;
     int32_t op, layer;
     char name[GG_MAX_NAME];
+};
+
+/* How often a guess was right. Slots are places in the top-k. */
+struct bm_prediction {
+    uint64_t rows, slots, hits, exact, unscored;
+};
+enum { BM_GUESS_PREVIOUS, BM_GUESS_STALE, BM_GUESS_STALE_2, BM_GUESS_OWN, BM_GUESS_AHEAD, BM_GUESSES };
+enum { BM_MAX_TOP_K = 64, BM_HINTS = 4096 };
+struct bm_predict {
+    bool on;
+    int temporal, stale, log, route_ahead;
+    struct { const struct gg_tensor *matrix, *input; } *router; /* [n_layers] */
+    float *score;                     /* [experts] */
+    void *row;                        /* one input in the matrix's dot type */
+    size_t row_cap;
+    int32_t *guess[BM_GUESSES];       /* [n_layers][BM_MAX_TOP_K] */
+    uint32_t *known[BM_GUESSES];      /* [n_layers] batch clock of the guess, 0 for none */
+    struct bm_prediction *stats;      /* [n_layers][BM_GUESSES] */
+    uint64_t calls, watched, agreed;
+    atomic_int tripped;
+    int32_t hints[BM_HINTS];          /* entries: single producer, single consumer */
+    _Atomic uint32_t head, tail;
 };
 
 enum { BM_TRACE_NODES = 1, BM_TRACE_LAYERS = 2 };
@@ -238,6 +261,7 @@ struct bm_engine {
     float substitute;
     int32_t top_k;
     struct bm_node_trace node_trace;
+    struct bm_predict predict;
     uint8_t *speculative;                    /* [n_entries] read unasked and not yet looked up */
     struct bm_layer_counters *layer_counters; /* [n_layers] */
 
@@ -265,6 +289,12 @@ void bm_router(struct bm_engine *, const struct bm_node *, const struct gg_tenso
 int32_t bm_sorted_layer(const struct bm_engine *, const struct gg_tensor *);
 void bm_substitute(struct bm_engine *, int32_t layer, struct gg_tensor *sorted);
 void bm_routing_free(struct bm_engine *);
+
+/* predict.c */
+void bm_note_router(struct bm_engine *, const struct gg_tensor *);
+void bm_predict(struct bm_engine *, int32_t layer, const struct gg_tensor *ids);
+void bm_commit_route(struct bm_engine *, int32_t layer, struct gg_tensor *sorted);
+void bm_predict_free(struct bm_engine *);
 
 /* node_trace.c */
 void bm_trace_begin(struct bm_engine *);

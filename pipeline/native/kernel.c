@@ -325,6 +325,8 @@ void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata) {
             atomic_store_explicit(&node->claim, 2, memory_order_release);
             if (ring > 0) bm_ring(e);
         }
+        if (e->predict.on && ring >= 0 && e->tensors[node->tensor].rank == 0)
+            bm_predict(e, e->tensors[node->tensor].d.layer, dst->src[2]);
     } else if (e->serial) {
         for (;;) {
             uint32_t seen = atomic_load(&e->ready_seq);
