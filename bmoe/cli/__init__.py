@@ -36,6 +36,7 @@ _COMMANDS: Final = {
     "doctor": _Entry("bmoe.cli.doctor", "doctor", "Check this machine, and say what to do about it."),
     "inspect": _Entry("bmoe.cli.inspect", "inspect", "Show what a model file is."),
     "plan": _Entry("bmoe.cli.plan", "plan", "Work out whether and how a model will run here."),
+    "ppl": _Entry("bmoe.cli.ppl", "ppl", "Perplexity of a text, and what lossy levers do to it."),
     "route": _Entry("bmoe.cli.route", "route_group", "Say what a recorded routing means for a cache."),
     "synth": _Entry("bmoe.cli.synth", "synth_group", "Write a model to run or test on."),
     "verify": _Entry("bmoe.cli.verify", "verify", "Check that streaming gives exactly what llama.cpp gives."),
