@@ -80,10 +80,12 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """The answer so far."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
+        """The reasoning so far."""
         return "".join(self._reasonings)
 
     def feed(self, token: int, *, final: bool) -> Piece:
@@ -106,7 +108,12 @@ class Answer:
         if self._parser is None:
             return self._decoder.feed(self._model.piece(token)), ""
         control = self._model.is_control(token)
-        # A control token's name goes to the parser only: it may be the tag that opens or ends a part.
-        whole = self._decoder.feed(self._model.piece(token, special=True))
-        delta = self._parser.feed(whole, control=control)
-        return delta.text, delta.reasoning
+        piece = self._model.piece(token, special=True)
+        if not control:
+            delta = self._parser.feed(self._decoder.feed(piece), control=False)
+            return delta.text, delta.reasoning
+        # A control token's name is for the parser alone: it may be the tag that opens or ends a part. A
+        # character that was begun before it ends here.
+        before = self._parser.feed(self._decoder.feed(b"", final=True), control=False)
+        delta = self._parser.feed(piece.decode("utf-8", "replace"), control=True)
+        return before.text + delta.text, before.reasoning + delta.reasoning

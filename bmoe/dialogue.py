@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bmoe.chat.messages import Message
 from bmoe.chat.reasoning import OutputParser, parser_for
 from bmoe.chat.template import ChatTemplate, chat_template, starts_with_bos
-from bmoe.chat.thinking import ThinkControl, no_think_prompt, probe
+from bmoe.chat.thinking import ThinkControl, no_think, probe
 from bmoe.io.errors import BmoeError, UsageError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Dialogue:
 
     def _render(self, template: ChatTemplate, messages: tuple[Message, ...], *, think: bool) -> str:
         if not think and self.think_control == "prefill":
-            return no_think_prompt(template, messages)
+            return no_think(template, messages, control=self.think_control).prompt
         return template.render(messages, think=think)
 
     def _tokens(self, prompt: str) -> list[int]:
@@ -132,7 +132,7 @@ class Dialogue:
             return 1
         try:
             system = self.template.render(messages[:1], add_generation_prompt=False)
-        except UsageError:  # templates that want a user message
+        except BmoeError:  # templates that want a user message
             return 1
         return max(1, common_prefix(self._tokens(system), tokens))
 

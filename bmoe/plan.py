@@ -11,7 +11,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bmoe.budget import MIB, PROCESS_BYTES, cache_budget, compute_bytes, default_floor_bytes, kv_cache_bytes
+from bmoe.budget import (
+    MIB,
+    cache_budget,
+    compute_bytes,
+    default_floor_bytes,
+    fixed_bytes,
+    kv_cache_bytes,
+    process_bytes,
+    shortage,
+)
 from bmoe.gguf_file import read_gguf
 from bmoe.inspect import worst_read_bytes
 from bmoe.io.errors import MemoryBudgetError
@@ -130,14 +139,22 @@ class _Planner:
             with DirectFile.open(path) as file:
                 self._block = max(self._block, file.block_bytes)
         self._kv = kv_cache_bytes(layout, request.context_tokens)
-        self._compute = compute_bytes(layout, min(request.ubatch_tokens, request.context_tokens))
+        self._batch = {
+            "context_tokens": request.context_tokens,
+            "ubatch_tokens": min(request.ubatch_tokens, request.context_tokens),
+        }
+        self._compute = compute_bytes(
+            layout, self._batch["ubatch_tokens"], context_tokens=request.context_tokens
+        )
+        self._fixed = fixed_bytes(layout, **self._batch)
         self._everything = total_slot_bytes(layout.tensors, self._block)
         self._floor = None if self._available is None else default_floor_bytes(self._available)
         self._drive = _drive(request.path)
 
     def plan(self) -> Plan:
         if not self._layout.is_moe:
-            return self._plan("resident", "the model has no experts to stream")
+            short = self._shortage(0)
+            return self._plan("does not fit" if short else "resident", short or "it has no experts to stream")
         try:
             budget = cache_budget(
                 self._layout,
@@ -145,17 +162,18 @@ class _Planner:
                 floor_bytes=None,
                 everything_bytes=self._everything,
                 available_bytes=self._available,
-                context_tokens=self._request.context_tokens,
-                ubatch_tokens=self._request.ubatch_tokens,
+                **self._batch,
             )
             slots = plan_slots(self._layout.tensors, budget.cache_bytes, self._block)
         except MemoryBudgetError as error:
             return self._plan("does not fit", str(error))
-        fixed = self._layout.dense_bytes + self._kv + self._compute + PROCESS_BYTES
-        if self._available is not None and fixed + slots.used_bytes > self._available:
-            reason = f"{(fixed + slots.used_bytes) // MIB} MiB are needed and {self._available // MIB} there"
-            return self._plan("does not fit", reason)
+        short = self._shortage(slots.used_bytes)
+        if short is not None:
+            return self._plan("does not fit", short)
         return self._plan("streams", None, slots.used_bytes, slots.total_slots, slots.expert_slots)
+
+    def _shortage(self, cache_bytes: int) -> str | None:
+        return shortage(self._layout, cache_bytes=cache_bytes, available_bytes=self._available, **self._batch)
 
     def _plan(
         self,
@@ -180,7 +198,7 @@ class _Planner:
             dense_bytes=layout.dense_bytes,
             kv_bytes=self._kv,
             compute_bytes=self._compute,
-            process_bytes=PROCESS_BYTES,
+            process_bytes=process_bytes(layout),
             floor_bytes=self._floor if self._request.cache_bytes is None else None,
             cache_bytes=cache_bytes,
             slots=slots,
@@ -198,10 +216,11 @@ class _Planner:
     def _advice(self, cache_bytes: int | None, reads: tuple[int, int] | None) -> list[str]:
         layout = self._layout
         found: list[str] = []
-        fixed = layout.dense_bytes + self._kv + self._compute + PROCESS_BYTES
         if not layout.is_moe:
             return found
-        if self._available is not None and fixed + layout.expert_bytes < self._available - (self._floor or 0):
+        if self._available is not None and self._fixed + layout.expert_bytes < self._available - (
+            self._floor or 0
+        ):
             found.append("the whole model fits in memory: --resident is faster")
         if cache_bytes is not None and cache_bytes < self._everything:
             more = self._everything - cache_bytes

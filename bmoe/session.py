@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import gc
 import importlib.metadata
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bmoe import __version__
 from bmoe.budget import CacheBudget, cache_budget
+from bmoe.cache_care import CacheCare
 from bmoe.dialogue import Dialogue
 from bmoe.generation import Generation
 from bmoe.gguf_file import read_gguf
@@ -90,6 +92,7 @@ class Session:
         dialogue: The conversation and the model's template.
         traces: What is recorded beside the figures, or None when nothing is.
         on_resize: Called on the loop when the cache's budget has changed.
+        on_warning: Called on the loop with what the user should know meanwhile.
     """
 
     effective: EffectiveConfig
@@ -105,6 +108,8 @@ class Session:
         self.dialogue: Dialogue
         self.traces: Traces | None = None
         self.on_resize: Callable[[CacheResize], None] = lambda _: None
+        self.on_warning: Callable[[str], None] = lambda _: None
+        self._care: CacheCare | None = None
         self._turn = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
         self._cancelled = threading.Event()
@@ -125,6 +130,8 @@ class Session:
         *,
         on_effective: Callable[[EffectiveConfig], None] | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
+        on_resize: Callable[[CacheResize], None] | None = None,
         wrap_backend: Callable[[ReadBackend], ReadBackend] | None = None,
     ) -> Self:
         """Loads a model and makes everything ready for the first token.
@@ -133,12 +140,15 @@ class Session:
             config: What is wanted.
             on_effective: Called on the loop once it is settled what will run, before weights are read.
             on_progress: Called on the loop as weights are read.
+            on_warning, on_resize: The attributes of these names.
             wrap_backend: Tests inject faults here.
 
         Raises:
             BmoeError: Any leaf of `bmoe.io.errors`; nothing is left open.
         """
         session = cls(config)
+        session.on_warning = on_warning or session.on_warning
+        session.on_resize = on_resize or session.on_resize
         try:
             await session._open(
                 on_effective or (lambda _: None), on_progress or (lambda _: None), wrap_backend
@@ -184,6 +194,15 @@ class Session:
             self.effective = self._effective(layout, runtime, budget)
             on_effective(self.effective)
             dense_ns = await self._load_dense(on_progress)
+            assert self.streaming is not None
+            self._care = CacheCare(
+                self.streaming,
+                config,
+                resize=lambda size, reason: self.set_cache_bytes(size, reason=reason),
+                on_warning=lambda text: self.on_warning(text),
+            )
+            self._care.begin()
+            self.effective = dataclasses.replace(self.effective, warm_experts=self._care.warm_experts)
         else:
             self.effective = self._effective(layout, runtime, None)
             on_effective(self.effective)
@@ -335,6 +354,9 @@ class Session:
     async def aclose(self) -> None:
         """Frees everything. Idempotent; waits for a generation that is running."""
         self.cancel()
+        if self._care is not None:
+            care, self._care = self._care, None
+            await care.aclose(keep=self._turn > 0)
         if not self._closed:
             self._closed = True
             await self._in_thread(self._close_llama)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from bmoe.pipeline.slots import SlotPlan
 
 _SHRINK_POLL_S = 0.001
-_LOW_WATER = 16
+# Few are ranked at a time: what is read after the ranking is often worth less than what is in it.
+_LOW_WATER, _RANKED = 16, 24
 
 
 class _Ranking:
@@ -213,7 +214,7 @@ class SlotPool:
         """Asks the policy for the next victims of class `c`."""
         engine = self._engine
         candidates = np.flatnonzero((engine.present > 0) & self._of_class[c]).astype(np.int32)
-        count = min(len(candidates), max(4 * _LOW_WATER, len(candidates) // 16))
+        count = min(len(candidates), max(_RANKED, len(candidates) // 128))
         chosen = self._policy.victims(candidates, count, lib.bm_current_layer(self._handle))
         self._rankings[c] = _Ranking(chosen, engine.last_use[chosen])
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bmoe.budget import CacheBudget, cache_budget, compute_bytes, kv_cache_bytes
+from bmoe import llama_library
+from bmoe.budget import CacheBudget, cache_budget, compute_bytes, fixed_bytes, kv_cache_bytes
 from bmoe.io.errors import MemoryBudgetError
+from bmoe.runtime import Context, Model, RuntimeConfig
 from tests.models import tiny_moe
 from tests.runs import layout_of
+from tests.test_architectures import GATES, gate_model
 
 if TYPE_CHECKING:
     from bmoe.model import ModelLayout
@@ -47,20 +52,53 @@ def test_more_than_everything_is_everything() -> None:
 
 def test_the_kv_cache_counts_keys_and_values_of_all_layers_in_f16() -> None:
     assert kv_cache_bytes(layout(), 2048) == 2048 * 3 * 2 * (64 + 64) * 2
-    assert kv_cache_bytes(layout(), 1) * 2048 == kv_cache_bytes(layout(), 2048)
+    assert kv_cache_bytes(layout(), 1) == kv_cache_bytes(layout(), 256)
+    assert kv_cache_bytes(layout(), 257) * 4 == kv_cache_bytes(layout(), 2048)
 
 
-def test_compute_buffers_grow_with_the_batch() -> None:
-    assert compute_bytes(layout(), 512) == 512 * 4 * (12 * 256 + 2 * 4 * (256 + 256))
+def test_compute_buffers_grow_with_the_batch_and_the_context() -> None:
+    """Gate, up, what they give together, and down, of four experts; four times the residual stream."""
+    widest = 4 * (256 + 256 + 256 + 256) + 4 * 256
+    assert compute_bytes(layout(), 512) == 512 * (widest * 4 * 11 // 10)
+    assert compute_bytes(layout(), 512, 1000) == compute_bytes(layout(), 512) + 512 * 1024 * 2
 
 
 def test_automatic_size_is_what_is_left() -> None:
     got = budget(floor_bytes=GIB)
-    kv = kv_cache_bytes(layout(), 2048)
-    compute = compute_bytes(layout(), 512) + 128 * MIB
+    room = 8 * GIB - fixed_bytes(layout(), context_tokens=2048, ubatch_tokens=512) - GIB
     assert got.auto
-    assert got.cache_bytes == 8 * GIB - layout().dense_bytes - kv - compute - GIB
-    assert got.arithmetic == "8192 MiB available - 0 dense - 3 KV - 142 compute - 1024 floor"
+    assert got.cache_bytes == room - room // 512  # what the pages of the cache need in page tables
+    assert (
+        got.arithmetic == "8192 MiB available - 0 dense - 3 KV - 13 compute - 96 process - 1024 floor = 7041"
+    )
+    assert got.warning is None
+
+
+def test_a_control_group_that_limits_is_named() -> None:
+    words = budget(limited_by_group=True).arithmetic
+    assert words is not None
+    assert words.startswith("8192 MiB available in the control group - 0 dense")
+
+
+def test_a_ceiling_binds_only_automatic_sizing() -> None:
+    got = budget(ceil_bytes=GIB)
+    assert got.cache_bytes == GIB
+    assert got.arithmetic is not None
+    assert got.arithmetic.endswith(", at most 1024 by the ceiling")
+    assert budget(ceil_bytes=50 * GIB) == budget()
+    assert budget(ceil_bytes=GIB, everything_bytes=MIB).cache_bytes == MIB
+    assert budget(ceil_bytes=GIB, wanted_bytes=2 * GIB).cache_bytes == 2 * GIB
+    assert budget(ceil_bytes=5 * MIB, available_bytes=None) == CacheBudget(
+        5 * MIB, auto=True, arithmetic="available memory is unknown, at most 5 by the ceiling"
+    )
+
+
+def test_a_wish_that_memory_does_not_grant_is_warned_of() -> None:
+    got = budget(wanted_bytes=GIB, available_bytes=GIB)
+    assert got.cache_bytes == GIB
+    assert got.warning == "1139 MiB are needed and 1024 available: the kernel may end this program"
+    assert budget(wanted_bytes=GIB, available_bytes=1140 * MIB).warning is None
+    assert budget(wanted_bytes=GIB, available_bytes=None).warning is None
 
 
 @pytest.mark.parametrize(
@@ -85,3 +123,36 @@ def test_no_room_is_an_error_that_shows_the_sum() -> None:
     assert caught.value.message.startswith("no memory is left for an expert cache: 300 MiB available - ")
     assert caught.value.hint is not None
     assert "--cache-mb" in caught.value.hint
+
+
+# Against llama.cpp's own words.
+
+
+def allocated(path: str, context_tokens: int, ubatch_tokens: int) -> tuple[float, float]:
+    """MiB of the context's memory and of the compute buffers, as llama.cpp logs them."""
+    runtime = RuntimeConfig(
+        path=path, threads=1, context_tokens=context_tokens, ubatch_tokens=ubatch_tokens, repack=False
+    )
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_library, "_GGML_LOG_LEVEL_WARN", 0)  # every line
+        patch.setattr(llama_library, "_sinks", [SimpleNamespace(append=lines.append)])
+        model = Model(runtime, lazy=True)
+        Context(model, runtime, engine_handle=None).close()
+        model.close()
+    text = "\n".join(lines)
+    memory = re.findall(r"(?:KV|RS) buffer size = *([\d.]+) MiB", text)
+    compute = re.findall(r"compute buffer size = *([\d.]+) MiB", text)
+    assert memory
+    assert compute
+    return sum(map(float, memory)), sum(map(float, compute))
+
+
+@pytest.mark.parametrize("architecture", sorted(GATES))
+def test_estimates_are_what_llama_cpp_allocates_or_a_little_more(architecture: str) -> None:
+    path = gate_model(architecture)
+    of = layout_of(path)
+    memory, compute = allocated(path, 4096, 256)
+    estimate = kv_cache_bytes(of, 4096) / MIB
+    assert memory - 0.05 <= estimate <= 1.1 * memory
+    assert compute <= compute_bytes(of, 256, 4096) / MIB <= 1.6 * compute

@@ -88,7 +88,7 @@ def test_more_experts_per_token_read_more() -> None:
 def test_recurrent_layers_have_no_cache_of_keys() -> None:
     hybrid = plan_run(PlanRequest(path=gate_model("lfm2moe"), cache_bytes=2 * MIB))
     plain = plan_run(PlanRequest(path=gate_model("qwen3moe"), cache_bytes=2 * MIB))
-    assert hybrid.kv_bytes == plain.kv_bytes // 2
+    assert 0 < hybrid.kv_bytes - plain.kv_bytes // 2 < MIB  # but a state
 
 
 @given(st.floats(0, 1, exclude_min=True), st.floats(0, 1, exclude_min=True))

@@ -32,6 +32,7 @@ class _Entry(NamedTuple):
 
 
 _COMMANDS: Final = {
+    "bench": _Entry("bmoe.cli.bench", "bench", "Compare ways to run a model, so that others can repeat it."),
     "decode": _Entry("bmoe.cli.decode", "decode", "Generate text from a prompt."),
     "doctor": _Entry("bmoe.cli.doctor", "doctor", "Check this machine, and say what to do about it."),
     "inspect": _Entry("bmoe.cli.inspect", "inspect", "Show what a model file is."),

@@ -179,7 +179,14 @@ def analyze(
     "validate_mib",
     type=Number(1, _MOST_MIB),
     metavar="MIB",
-    help="Compare an lru replay with what the trace recorded.",
+    help="Compare a replay with what the trace recorded.",
+)
+@click.option(
+    "--validate-policy",
+    default="lru",
+    show_default=True,
+    metavar="NAME",
+    help="With --validate: the policy of the run that recorded it.",
 )
 @click.option(
     "--bandwidth", type=_Positive(), metavar="MIB/S", help="Of the drive: predicts tokens per second."
@@ -200,6 +207,7 @@ def replay(
     budgets: list[int] | None,
     policies: str | None,
     validate_mib: int | None,
+    validate_policy: str,
     bandwidth: float | None,
     compute_ms: float | None,
     turn: str | None,
@@ -236,6 +244,7 @@ def replay(
             budgets_mib=budgets or list(DEFAULT_BUDGETS_MIB),
             speed=speed or None,
             validate_mib=validate_mib,
+            validate_policy=validate_policy,
             grids=not (as_json or as_csv),
         )
         _show(report, as_json=as_json, as_csv=as_csv)

@@ -175,8 +175,10 @@ def _bounds(look: Lookups, missed: NDArray[np.int64], speed: Speed) -> tuple[flo
     return look.tokens / ideal_s, look.tokens / layered_s
 
 
-def validate(trace: RouteTrace, lookups: Lookups, budget_mib: int) -> Validation:
-    """Compares an lru replay with the residency that the trace recorded.
+def validate(
+    trace: RouteTrace, lookups: Lookups, budget_mib: int, *, policy: str = "lru"
+) -> Validation:
+    """Compares a replay with the residency that the trace recorded.
 
     Raises:
         FormatError: It recorded none, or nothing of decode.
@@ -187,7 +189,7 @@ def validate(trace: RouteTrace, lookups: Lookups, budget_mib: int) -> Validation
     if not decode.any():
         raise FormatError("has no decoded token to compare a replay with", path=trace.path)
     recorded = trace.residency[lookups.first_row][decode] != MISS
-    replayed = replayer("lru", lookups).hits(budget_mib * _MIB)[decode]
+    replayed = replayer(policy, lookups).hits(budget_mib * _MIB)[decode]
     return Validation(
         budget_mib=budget_mib,
         recorded_pct=100 * float(recorded.mean()),

@@ -27,6 +27,7 @@ def replay_report(
     budgets_mib: Sequence[int],
     speed: Speed | None = None,
     validate_mib: int | None = None,
+    validate_policy: str = "lru",
     grids: bool = True,
 ) -> Report:
     """Replays and reports.
@@ -37,6 +38,7 @@ def replay_report(
         budgets_mib: Likewise.
         speed: Likewise.
         validate_mib: Adds a comparison with what the trace recorded, at this budget.
+        validate_policy: The policy that the recording run had.
         grids: Adds what only text shows: the same figures, a grid for each.
 
     Raises:
@@ -67,16 +69,16 @@ def replay_report(
     ]
     remarks = verdicts(outcomes, cycle_bytes=lookups.cycle_bytes)
     if validate_mib is not None:
-        found = validate(trace, lookups, validate_mib)
+        found = validate(trace, lookups, validate_mib, policy=validate_policy)
         remarks.append(
             f"validation at {found.budget_mib} MiB: recorded {found.recorded_pct:.1f} % of {found.lookups} "
-            f"decode lookups as hits, lru replayed {found.replayed_pct:.1f} %; {found.equal_pct:.2f} % of "
+            f"decode lookups as hits, {validate_policy} replayed {found.replayed_pct:.1f} %; {found.equal_pct:.2f} % of "
             "them agree"
         )
         tables.append(
             Table(
                 name="validation",
-                title=f"lru replay at {validate_mib} MiB against the record",
+                title=f"{validate_policy} replay at {validate_mib} MiB against the record",
                 columns={
                     "budget_mib": "",
                     "recorded_pct": ".1f",
