@@ -1,6 +1,6 @@
 """The JSON log of a run: what its lines are, and how they reach a file whole.
 
-Owns the format, whose normative description is docs/schema/run-log.v1.schema.json: JSON Lines, one object
+Owns the format, whose normative description is docs/schema/run-log.v2.schema.json: JSON Lines, one object
 per event, `schema` being the version. Must not know how a run is made or shown.
 
 Lines are ASCII: the other line separators of Unicode, which some readers split at, are always escaped.
@@ -22,16 +22,16 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from bmoe.io.errors import BmoeError, FileError, UsageError
+from bmoe.io.errors import BmoeError, FileError, ReadError, UsageError
 from bmoe.io.memory_figures import machine_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping, Sequence
 
-    from bmoe.config import GenerateRequest, SessionConfig
-    from bmoe.records import EffectiveConfig, LoadReport, RunSummary, StepMetrics, TokenEvent
+    from bmoe.config import GenerateRequest, Sampling, SessionConfig
+    from bmoe.records import CacheResize, EffectiveConfig, LoadReport, RunSummary, StepMetrics, TokenEvent
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _PACKAGES: Final = ("llama-cpp-python", "liburing", "numpy", "uvloop", "structlog")
 
 
@@ -84,6 +84,11 @@ class RunLog:
                 "n_predict": request.n_predict,
                 "forced_tokens": len(request.forced),
                 "ignore_eog": request.ignore_eog,
+                "chat": bool(request.messages),
+                "think": request.think,
+                "context_shift": request.context_shift,
+                "stop_strings": len(request.stop),
+                "sampling": _sampling(request.sampling),
             }
         self._event(
             "run_start",
@@ -100,26 +105,62 @@ class RunLog:
         """The model is open."""
         self._event("load", report=report)
 
-    def prefill(self, batches: Sequence[StepMetrics]) -> None:
+    def prefill(self, batches: Sequence[StepMetrics], *, turn: int = 0) -> None:
         """The prompt is computed, or as much of it as will be."""
         if self._log is not None:
-            self._event("prefill", batches=list(batches), total=_total(batches))
+            self._event(
+                "prefill", turn=turn, batches=[_step(batch) for batch in batches], total=_total(batches)
+            )
 
-    def token(self, token: TokenEvent) -> None:
-        """A token was generated."""
-        self._event("token", index=token.index, token=token.token, text=token.text, metrics=token.metrics)
+    def token(self, token: TokenEvent, *, turn: int = 0) -> None:
+        """A token was generated. Its layers, when there are any, are a line of their own."""
+        if self._log is None:
+            return
+        self._event(
+            "token",
+            turn=turn,
+            index=token.index,
+            token=token.token,
+            text=token.text,
+            reasoning=token.reasoning,
+            metrics=_step(token.metrics),
+        )
+        if token.metrics.layers is not None:
+            self._event("layer", turn=turn, step=token.index, layers=list(token.metrics.layers))
+
+    def cache_resize(self, resize: CacheResize) -> None:
+        """The expert cache has another budget."""
+        self._event(
+            "cache_resize",
+            from_bytes=resize.from_bytes,
+            cache_bytes=resize.cache_bytes,
+            reason=resize.reason,
+        )
+
+    def warning(self, message: str) -> None:
+        """The user was told something."""
+        self._event("warning", message=message)
 
     def summary(self, summary: RunSummary) -> None:
         """The generation ended, in whatever way."""
         self._event(
             "summary",
+            turn=summary.turn,
             summary=summary,
             prefill_tokens_per_s=summary.prefill_tokens_per_s,
             decode_tokens_per_s=summary.decode_tokens_per_s,
         )
 
     def error(self, error: BaseException) -> None:
-        """What ended the run early."""
+        """What ended the run early; of a read that failed, where that was too."""
+        if isinstance(error, ReadError):
+            self._event(
+                "io_error",
+                message=error.message,
+                path=error.path,
+                offset_bytes=error.offset_bytes,
+                slice_name=error.slice_name,
+            )
         self._event("error", type=type(error).__name__, message=str(error))
 
     def run_end(self, exit_code: int) -> None:
@@ -306,15 +347,42 @@ def _json_value(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} has no place in the log")
 
 
-def _total(batches: Sequence[StepMetrics]) -> dict[str, int | None]:
-    """The batches' sums. A figure that no batch has is None; the first batch never has an overhead."""
+def _step(metrics: StepMetrics) -> dict[str, object]:
+    """A step without its layers, which are lines of their own."""
+    return {name: getattr(metrics, name) for name in _step_names()}
+
+
+@functools.cache
+def _step_names() -> tuple[str, ...]:
     from bmoe.records import StepMetrics  # noqa: PLC0415 (records are for type checking everywhere else)
 
+    return tuple(name for name in _field_names(StepMetrics) if name != "layers")
+
+
+_LAST: Final = {"slots_used", "cache_bytes"}
+_MEAN: Final = {"submit_latency_ns", "read_latency_ns"}
+
+
+def _total(batches: Sequence[StepMetrics]) -> dict[str, int | None]:
+    """The batches' sums; of states the last, of latencies the mean. None is what no batch has."""
     total: dict[str, int | None] = {}
-    for name in _field_names(StepMetrics):
+    for name in _step_names():
+        if name == "memory":
+            continue
         measured = [value for batch in batches if (value := getattr(batch, name)) is not None]
-        total[name] = sum(measured) if measured else None
+        if not measured:
+            total[name] = None
+        elif name in _LAST:
+            total[name] = measured[-1]
+        else:
+            total[name] = sum(measured) // (len(measured) if name in _MEAN else 1)
     return total
+
+
+def _sampling(sampling: Sampling) -> dict[str, object]:
+    """What is asked for; of a grammar only that there is one."""
+    values: dict[str, object] = {name: getattr(sampling, name) for name in _field_names(type(sampling))}
+    return values | {name: values[name] is not None for name in ("grammar", "json_schema")}
 
 
 def _cpu_model() -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmoe.io.errors import Cancelled
 from bmoe.records import (
+    CacheResize,
     EffectiveConfig,
     LoadProgress,
     LoadReport,
@@ -90,15 +91,23 @@ STEP = StepMetrics(
     tokens=1,
     wall_ns=50_000_000,
     stall_ns=12_000_000,
-    experts_ns=30_000_000,
     hook_ns=60_000,
+    compute_ns=37_940_000,
+    experts_ns=30_000_000,
     loop_ns=3_000_000,
     lookups=96,
     hits=72,
     reads=72,
     read_bytes=60 * MIB,
+    speculative_bytes=0,
     evictions=72,
     rereads=8,
+    slots_used=600,
+    cache_bytes=500 * MIB,
+    submit_latency_ns=90_000,
+    read_latency_ns=1_500_000,
+    io_busy_ns=25_000_000,
+    dropped=None,
     cpu_ns=80_000_000,
     minor_faults=3,
     major_faults=0,
@@ -108,15 +117,22 @@ STEP = StepMetrics(
 RESIDENT_STEP = dataclasses.replace(
     STEP,
     stall_ns=None,
-    experts_ns=None,
     hook_ns=None,
+    compute_ns=50_000_000,
+    experts_ns=None,
     loop_ns=None,
     lookups=None,
     hits=None,
     reads=None,
     read_bytes=None,
+    speculative_bytes=None,
     evictions=None,
     rereads=None,
+    slots_used=None,
+    cache_bytes=None,
+    submit_latency_ns=None,
+    read_latency_ns=None,
+    io_busy_ns=None,
 )
 
 SUMMARY = RunSummary(
@@ -178,7 +194,10 @@ class FakeSession:
         *,
         on_effective: Callable[[EffectiveConfig], None] | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
+        on_resize: Callable[[CacheResize], None] | None = None,
     ) -> FakeSession:
+        del on_warning, on_resize
         self.config = config
         if on_effective is not None:
             on_effective(self.effective)

@@ -16,7 +16,7 @@ import pytest
 from tests.models import tiny_moe
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = json.loads((ROOT / "docs" / "schema" / "run-log.v1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((ROOT / "docs" / "schema" / "run-log.v2.schema.json").read_text(encoding="utf-8"))
 SMALL = ("-t", "1", "-c", "512", "--cache-mb", "1")
 
 

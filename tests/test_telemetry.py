@@ -26,7 +26,7 @@ from tests.fakes import EFFECTIVE, LOAD, RESIDENT, RESIDENT_STEP, STEP, SUMMARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SCHEMA_PATH = Path(__file__).parent.parent / "docs" / "schema" / "run-log.v1.schema.json"
+SCHEMA_PATH = Path(__file__).parent.parent / "docs" / "schema" / "run-log.v2.schema.json"
 SCHEMA: dict[str, Any] = json.loads(SCHEMA_PATH.read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 CONFIG = SessionConfig(model_path="some/model.gguf", threads=2)
@@ -78,11 +78,15 @@ def test_the_schema_is_a_schema() -> None:
         ("step_metrics", records.StepMetrics),
         ("step_total", records.StepMetrics),
         ("summary", records.RunSummary),
+        ("memory", records.MemorySample),
+        ("layer_metrics", records.LayerMetrics),
     ],
 )
 def test_the_schema_has_exactly_the_fields_of_the_records(definition: str, record: type) -> None:
     properties = SCHEMA["$defs"][definition]
-    assert list(properties["properties"]) == [field.name for field in dataclasses.fields(record)]
+    names = [field.name for field in dataclasses.fields(record)]
+    left_out = {"step_metrics": {"layers"}, "step_total": {"layers", "memory"}}.get(definition, set())
+    assert list(properties["properties"]) == [name for name in names if name not in left_out]
     assert properties["required"] == list(properties["properties"])
 
 
@@ -93,7 +97,10 @@ def test_every_event_is_valid_and_numbered(
     start(log, effective=effective)
     log.load(LOAD)
     log.prefill([replace(step, overhead_ns=None), step])
-    log.token(TokenEvent(index=0, token=7, text="né\n", metrics=step))
+    layers = (records.LayerMetrics(layer=3, lookups=8, hits=6, read_bytes=9, stall_ns=5, experts_ns=7),)
+    log.token(TokenEvent(index=0, token=7, text="né\n", metrics=replace(step, layers=layers)))
+    log.cache_resize(records.CacheResize(from_bytes=2, cache_bytes=1, reason="asked"))
+    log.warning("memory is short")
     log.summary(SUMMARY)
     log.error(ReadError("came short", path="m.gguf", offset_bytes=4096, expected=10, got=3))
     log.run_end(1)
@@ -104,11 +111,15 @@ def test_every_event_is_valid_and_numbered(
         "load",
         "prefill",
         "token",
+        "layer",
+        "cache_resize",
+        "warning",
         "summary",
+        "io_error",
         "error",
         "run_end",
     ]
-    assert [line["seq"] for line in found] == list(range(7))
+    assert [line["seq"] for line in found] == list(range(11))
     assert {line["run_id"] for line in found} == {log.run_id}
     assert sorted(line["mono_ns"] for line in found) == [line["mono_ns"] for line in found]
     assert found[0]["effective"] == dataclasses.asdict(effective)
@@ -116,9 +127,11 @@ def test_every_event_is_valid_and_numbered(
     assert found[2]["total"]["overhead_ns"] == step.overhead_ns
     assert found[2]["total"]["reads"] == (None if step.reads is None else 2 * step.reads)
     assert found[3]["text"] == "né\n"
-    assert found[3]["metrics"] == dataclasses.asdict(step)
-    assert found[5] | {"type": "ReadError"} == found[5]
-    assert found[5]["message"] == "m.gguf at byte 4096: came short; expected 10, got 3"
+    plain = {name: value for name, value in dataclasses.asdict(step).items() if name != "layers"}
+    assert found[3]["metrics"] == plain
+    assert found[4]["layers"] == [dataclasses.asdict(layers[0])]
+    assert found[9] | {"type": "ReadError"} == found[9]
+    assert found[9]["message"] == "m.gguf at byte 4096: came short; expected 10, got 3"
 
 
 def test_the_log_knows_the_prompt_only_by_its_digest(log: RunLog, log_path: Path) -> None:
@@ -127,7 +140,7 @@ def test_the_log_knows_the_prompt_only_by_its_digest(log: RunLog, log_path: Path
     assert b"a secret" not in log_path.read_bytes()
     assert line["prompt"] == {"bytes": 8, "sha256": hashlib.sha256(b"a secret").hexdigest()}
     assert line["argv"] == ["decode", "-p", "<prompt>", "-m", "m.gguf"]
-    assert line["request"] == {"n_predict": 128, "forced_tokens": 0, "ignore_eog": False}
+    assert line["request"]["n_predict"] == 128
 
 
 @pytest.mark.parametrize(
@@ -176,13 +189,13 @@ def test_a_number_that_is_not_finite_becomes_null(log: RunLog, log_path: Path, v
 
 
 def test_runs_are_appended_and_a_broken_last_line_swallows_nothing(log_path: Path) -> None:
-    log_path.write_bytes(b'{"schema":1,"event":"run_st')
+    log_path.write_bytes(b'{"schema":2,"event":"run_st')
     for code in (0, 1):
         log = open_run_log(str(log_path))
         log.run_end(code)
         log.close()
     broken, *whole = log_path.read_bytes().splitlines()
-    assert broken == b'{"schema":1,"event":"run_st'
+    assert broken == b'{"schema":2,"event":"run_st'
     assert [json.loads(line)["exit_code"] for line in whole] == [0, 1]
 
 

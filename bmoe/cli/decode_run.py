@@ -27,7 +27,7 @@ from bmoe.telemetry import open_run_log, without_prompt
 if TYPE_CHECKING:
     from bmoe.cli.interrupts import Interrupts
     from bmoe.config import SessionConfig
-    from bmoe.records import EffectiveConfig, LoadProgress, PrefillProgress
+    from bmoe.records import CacheResize, EffectiveConfig, LoadProgress, PrefillProgress
     from bmoe.telemetry import RunLog
 
 _WRITABLE_POLL_S: Final = 0.02
@@ -95,6 +95,7 @@ class _DecodeRun:
         self._at_line_start = True
         self._prefill_logged = False
         self._started = False
+        self._warnings: list[str] = []
         interrupts.on_exit = self._leave
 
     async def run(self) -> int:
@@ -114,6 +115,7 @@ class _DecodeRun:
         display = ProgressDisplay("loading", _in_mib, self._stderr)
 
         def on_effective(effective: EffectiveConfig) -> None:
+            self._warnings += present.warnings(effective)
             self._show(present.mode_line(effective), *present.warnings(effective))
 
         def on_progress(progress: LoadProgress) -> None:
@@ -123,7 +125,13 @@ class _DecodeRun:
 
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
-            Session.open(self._job.config, on_effective=on_effective, on_progress=on_progress)
+            Session.open(
+                self._job.config,
+                on_effective=on_effective,
+                on_progress=on_progress,
+                on_warning=self._on_warning,
+                on_resize=self._on_resize,
+            )
         )
         self._interrupts.cancel_with(lambda: loop.call_soon_threadsafe(opening.cancel))
         try:
@@ -146,6 +154,8 @@ class _DecodeRun:
         )
         self._log_start(session, request)
         self._log.load(session.load_report)
+        for warning in self._warnings:
+            self._log.warning(warning)
         try:
             await self._stream(session, request)
         except Cancelled:
@@ -170,7 +180,7 @@ class _DecodeRun:
                     display.close()
                     self._log_prefill(session)
                     if await self._wait_writable(self._log.fd):
-                        self._log.token(event)
+                        self._log.token(event, turn=0)
                     if event.text and await self._wait_writable(self._text_fd):
                         self._write_text(event.text)
         finally:
@@ -229,6 +239,18 @@ class _DecodeRun:
             prompt=self._job.prompt,
             argv=without_prompt(self._job.argv),
         )
+
+    def _on_warning(self, text: str) -> None:
+        line = present.one_line(f"warning: {text}")
+        self._show(line)
+        if self._started:
+            self._log.warning(line)
+        else:
+            self._warnings.append(line)
+
+    def _on_resize(self, resize: CacheResize) -> None:
+        if self._started:
+            self._log.cache_resize(resize)
 
     def _leave(self, exit_code: int) -> None:
         """The log's end when the process cannot wait for this run; on another thread."""

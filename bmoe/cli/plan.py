@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from bmoe.cli.lists import Counts, Sizes, Words
 from bmoe.cli.options import Number
 
 if TYPE_CHECKING:
@@ -18,10 +19,21 @@ if TYPE_CHECKING:
 
 _SCHEMA: Final = 1
 _MIB: Final = 1 << 20
+_HERE: Final = ("ram", "cache_mb", "ctx_size", "ubatch", "n_expert_used")
+_ELSEWHERE: Final = (
+    "drive",
+    "cores",
+    "cache",
+    "policy",
+    "scale",
+    "core_gib_s",
+    "memory_gib_s",
+    "calibrate",
+)
 
 
 @click.command(short_help="Work out whether and how a model will run here.")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--ram", type=Number(1, 1 << 24), help="Suppose that many MiB are available.")
 @click.option(
     "--cache-mb",
@@ -37,13 +49,70 @@ _MIB: Final = 1 << 20
     "--ubatch", type=Number(1, 1 << 16), default=512, show_default=True, help="Most tokens computed at once."
 )
 @click.option("--n-expert-used", type=Number(1, 1 << 16), help="Experts per token, if not the file's number.")
+@click.option("--simulate", metavar="TRACE", help="Predict tok/s elsewhere from this recorded routing.")
+@click.option(
+    "--drive",
+    type=Words(),
+    default="ufs,pcie4,pcie5",
+    show_default=True,
+    help="With --simulate: drives, by name or in GiB/s.",
+)
+@click.option(
+    "--cores", type=Counts(1, 1024), default="4,8,16,32", show_default=True, help="With --simulate: machines."
+)
+@click.option(
+    "--cache",
+    type=Sizes(),
+    default="5%,10%,25%,50%",
+    show_default=True,
+    help="With --simulate: memory for experts; per cent of all of them.",
+)
+@click.option("--policy", default="aged", show_default=True, help="With --simulate: the cache's policy.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(0.001, 1e6),
+    default=1.0,
+    show_default=True,
+    help="With --simulate: weights so many times as large.",
+)
+@click.option(
+    "--core-gib-s",
+    type=click.FloatRange(0.01, 1e4),
+    default=10.0,
+    show_default=True,
+    help="With --simulate: GiB of weights that a core computes with per second.",
+)
+@click.option(
+    "--memory-gib-s",
+    type=click.FloatRange(0.01, 1e5),
+    default=60.0,
+    show_default=True,
+    help="With --simulate: the most that all cores get from memory.",
+)
+@click.option("--calibrate", metavar="JSON", help="With --simulate: add what `bmoe bench --json` measured.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def plan(model: str, *, as_json: bool, **numbers: int | None) -> int:
+@click.pass_context
+def plan(ctx: click.Context, /, model: str | None, *, as_json: bool, **_: Any) -> int:
     """Work out whether and how MODEL will run here, without loading it.
 
     Hits are what recorded routing of other models gave for a cache of that share. The drive's figure is
     there once bmoe-iobench was run on it. The exit code is 1 if the model does not fit, else 0.
+
+    With --simulate, a recorded routing is replayed through the cache of each size, for each drive and
+    machine; MODEL is optional then and gives its own sizes instead of the trace's.
     """
+    numbers = ctx.params
+    simulates = numbers["simulate"] is not None
+    for name in _HERE if simulates else _ELSEWHERE:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} has no meaning {'with' if simulates else 'without'} --simulate", ctx
+            )
+    if simulates:
+        return _simulate(ctx)
+    if model is None:
+        raise click.UsageError("missing argument 'MODEL'", ctx)
     from bmoe.plan import PlanRequest, plan_run  # noqa: PLC0415 (keeps `--help` fast)
 
     ram, cache = numbers["ram"], numbers["cache_mb"]
@@ -66,6 +135,27 @@ def plan(model: str, *, as_json: bool, **numbers: int | None) -> int:
         for sentence in made.advice:
             click.echo(f"- {sentence}")
     return 1 if made.verdict == "does not fit" else 0
+
+
+def _simulate(ctx: click.Context) -> int:
+    from bmoe.cli.plan_simulate import SimulateJob, run_simulation  # noqa: PLC0415 (only when asked for)
+
+    p = ctx.params
+    return run_simulation(
+        SimulateJob(
+            trace=p["simulate"],
+            model=p["model"],
+            drives=p["drive"],
+            cores=p["cores"],
+            caches=p["cache"],
+            policy=p["policy"],
+            scale=p["scale"],
+            core_gib_s=p["core_gib_s"],
+            memory_gib_s=p["memory_gib_s"],
+            calibrate=p["calibrate"],
+            as_json=p["as_json"],
+        )
+    )
 
 
 def _record(made: Plan) -> dict[str, Any]:
