@@ -135,6 +135,10 @@ class SessionConfig:
             raise UsageError(f"watchdog_s is {self.watchdog_s}, expected up to 1e9 seconds")
         if not 0.01 <= self.half_life_tokens <= 1e9:
             raise UsageError(f"half_life_tokens is {self.half_life_tokens}, expected 0.01 to 1e9")
+        if self.prefetch_layers and self.predict_prefetch:
+            raise UsageError("prefetch and predict-prefetch exclude each other: both read ahead")
+        if self.route_ahead and (self.prefetch_layers or self.predict_prefetch or self.predict_log):
+            raise UsageError("route-ahead excludes prefetch, predict-prefetch and predict-log")
         if self.compute_trace and self.compute_trace_layers:
             raise UsageError("a compute trace is either by node or by layer")
         if self.dense_weights not in {"anon", "mmap", "warm", "locked", "repack"}:

@@ -44,6 +44,10 @@ def mode_line(effective: EffectiveConfig) -> str:
     if e.file_top_k is not None:
         shape += f" (lossy: the file says {e.file_top_k})"
     parts.append(f"{e.model_name or e.model_path}: {e.architecture}, {mib(e.model_bytes)}{shape}")
+    if e.traced is not None:
+        parts.append(f"traced, so slower than otherwise: {e.traced}")
+    if e.lossy is not None:
+        parts.append(f"LOSSY: {e.lossy}")
     return one_line(f"mode: {'; '.join(parts)}")
 
 
@@ -66,6 +70,7 @@ def _streaming_parts(e: EffectiveConfig) -> str:
             "O_DIRECT" if e.direct else f"buffered reads{_because(e.direct_fallback_reason)}",
             cache + _because(f"auto: {e.cache_arithmetic}" if e.cache_auto and e.cache_arithmetic else None),
             f"policy {e.policy}",
+            *((f"dense weights {e.dense_weights}",) if e.dense_weights not in {None, "anon"} else ()),
         )
     )
 

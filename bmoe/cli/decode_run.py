@@ -19,8 +19,10 @@ from bmoe import present
 from bmoe.cli import BROKEN_PIPE_EXIT
 from bmoe.cli.interrupts import run_async
 from bmoe.cli.progress import ProgressDisplay
-from bmoe.config import MIB, GenerateRequest
+from bmoe.chat.messages import Message
+from bmoe.config import MIB, GenerateRequest, Sampling
 from bmoe.io.errors import BmoeError, Cancelled, FileError
+from bmoe.metrics_csv import MetricsCsv
 from bmoe.session import Session
 from bmoe.telemetry import open_run_log, without_prompt
 
@@ -39,13 +41,21 @@ class DecodeJob:
 
     Attributes:
         config: The session.
-        prompt: Raw text.
+        prompt: Raw text, or with `chat` a user's message.
         n_predict: Most tokens.
         forced_text: Text whose tokens are fed instead of the model's choices, or None.
         ignore_eog: Go on past the end of generation.
         argv: The command line, for the log.
         log_target: As `open_run_log` takes it.
         quiet: Nothing on stderr but errors.
+        sampling: How tokens are chosen.
+        chat: Use the model's template.
+        system: System message, or None.
+        think: Let a reasoning model reason.
+        show_reasoning: Reasoning goes to stderr.
+        stop: Texts that end the answer.
+        context_shift: A full context forgets.
+        csv_path: Figures per token, or None.
     """
 
     config: SessionConfig
@@ -56,6 +66,14 @@ class DecodeJob:
     argv: tuple[str, ...]
     log_target: str | None
     quiet: bool
+    sampling: Sampling = Sampling()
+    chat: bool = False
+    system: str | None = None
+    think: bool = True
+    show_reasoning: bool = True
+    stop: tuple[str, ...] = ()
+    context_shift: bool = False
+    csv_path: str | None = None
 
 
 def run_decode(job: DecodeJob) -> int:
@@ -96,6 +114,10 @@ class _DecodeRun:
         self._prefill_logged = False
         self._started = False
         self._warnings: list[str] = []
+        self._reasoning_shown = ""
+        self._csv = (
+            MetricsCsv(job.csv_path, model_path=job.config.model_path) if job.csv_path is not None else None
+        )
         interrupts.on_exit = self._leave
 
     async def run(self) -> int:
@@ -107,6 +129,8 @@ class _DecodeRun:
             return await self._generate(session)
         finally:
             await session.aclose()
+            if self._csv is not None:
+                self._csv.close()
 
     async def _open(self) -> Session | None:
         """The session; None after a signal."""
@@ -150,12 +174,24 @@ class _DecodeRun:
         job = self._job
         forced = session.model.tokenize(job.forced_text, add_special=False) if job.forced_text else ()
         request = GenerateRequest(
-            prompt=job.prompt, n_predict=job.n_predict, forced=tuple(forced), ignore_eog=job.ignore_eog
+            prompt=None if job.chat else job.prompt,
+            messages=self._messages() if job.chat else (),
+            n_predict=job.n_predict,
+            think=job.think,
+            sampling=job.sampling,
+            stop=job.stop,
+            context_shift=job.context_shift,
+            forced=tuple(forced),
+            ignore_eog=job.ignore_eog,
         )
+        if job.chat:
+            self._say_how_it_chats(session)
         self._log_start(session, request)
         self._log.load(session.load_report)
         for warning in self._warnings:
             self._log.warning(warning)
+        if self._csv is not None:
+            self._csv.begin(job.config, session.effective, session.load_report, request)
         try:
             await self._stream(session, request)
         except Cancelled:
@@ -181,6 +217,9 @@ class _DecodeRun:
                     self._log_prefill(session)
                     if await self._wait_writable(self._log.fd):
                         self._log.token(event, turn=0)
+                    if self._csv is not None:
+                        self._csv.token(event)
+                    self._show_reasoning(event.reasoning)
                     if event.text and await self._wait_writable(self._text_fd):
                         self._write_text(event.text)
         finally:
@@ -222,13 +261,45 @@ class _DecodeRun:
             self._write_text("\n")
         self._log_prefill(session)
         if session.summary is not None:
+            self._show_reasoning("", end=True)
             self._log.summary(session.summary)
+            if self._csv is not None:
+                self._csv.summary(session.summary, cycle_bytes=session.effective.cycle_bytes)
             self._show(*present.summary_lines(session.summary, session.load_report))
+
+    def _messages(self) -> tuple[Message, ...]:
+        user = Message(role="user", content=self._job.prompt)
+        if self._job.system is None:
+            return (user,)
+        return (Message(role="system", content=self._job.system), user)
+
+    def _say_how_it_chats(self, session: Session) -> None:
+        e = session.effective
+        if not e.chat_template:
+            why = f": {e.chat_template_problem}" if e.chat_template_problem else ""
+            self._on_warning(f"the model has no chat template{why}; the prompt is used as it is")
+        elif not self._job.think:
+            how = {"template": "by the template's switch", "prefill": "by beginning the answer for the model"}
+            self._show(f"chat: reasoning off, {how.get(e.think_control or '', 'not possible')}")
+
+    def _show_reasoning(self, text: str, *, end: bool = False) -> None:
+        """Reasoning goes to standard error, dimmed on a terminal; the answer alone is the output."""
+        out = self._stderr
+        if out is None or not self._job.show_reasoning or not (text or (end and self._reasoning_shown)):
+            return
+        shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        self._reasoning_shown = (self._reasoning_shown + shown)[-1:]
+        if end:
+            shown = "" if self._reasoning_shown == "\n" else "\n"
+        out.write(f"\x1b[2m{shown}\x1b[0m" if out.isatty() else shown)
+        out.flush()
 
     def _log_prefill(self, session: Session) -> None:
         if not self._prefill_logged:
             self._prefill_logged = True
             self._log.prefill(session.prefill_metrics)
+            if self._csv is not None:
+                self._csv.prefill(session.prefill_metrics)
 
     def _log_start(self, session: Session | None, request: GenerateRequest | None) -> None:
         self._started = True

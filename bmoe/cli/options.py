@@ -31,7 +31,23 @@ _STREAMING_ONLY: Final = {
     "io_backend": "--io-backend",
     "queue_depth": "--queue-depth",
     "no_odirect": "--no-odirect",
+    "cache_ceil_mb": "--cache-ceil-mb",
+    "give_back": "--give-back",
+    "warm": "--warm",
+    "dense_weights": "--dense-weights",
+    "drop_cold_experts": "--drop-cold-experts",
+    "drop_no_renorm": "--drop-no-renorm",
+    "drop_in_prefill": "--drop-in-prefill",
+    "deterministic_cache": "--deterministic-cache",
+    "expert_substitute": "--expert-substitute",
+    "replay_routing": "--replay-routing",
+    "prefetch": "--prefetch",
+    "predict_prefetch": "--predict-prefetch",
+    "predict_log": "--predict-log",
+    "route_ahead": "--route-ahead",
 }
+# What says how to drop, and the option without which it says nothing.
+_OF_DROPPING: Final = ("drop_no_renorm", "drop_in_prefill", "deterministic_cache")
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest clicks
@@ -62,6 +78,38 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
             words = f"{self._word} or " if self._word else ""
             self.fail(f"{value!r} is not {words}a whole number from {self._low} to {self._high}", param, ctx)
         return int(value)
+
+
+class Real(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest clicks
+    """A finite number in plain decimal notation, within limits.
+
+    Args:
+        low: The least.
+        high: The most.
+        above: Whether `low` itself is too little.
+    """
+
+    name = "number"
+
+    def __init__(self, low: float, high: float, *, above: bool = False) -> None:
+        self._low = low
+        self._high = high
+        self._above = above
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002 (click's)
+        """As help shows it."""
+        return "X"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        if isinstance(value, int | float):  # a default
+            return float(value)
+        # float() would also take nan, inf, 1_0 and the digits of every script.
+        number = float(value) if re.fullmatch(r"-?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})", value) else None
+        if number is None or not self._low <= number <= self._high or (self._above and number == self._low):
+            low = f"above {self._low:g}" if self._above else f"from {self._low:g}"
+            self.fail(f"{value!r} is not a number {low} to {self._high:g}", param, ctx)
+        return number
 
 
 model_option = click.option(
@@ -123,6 +171,24 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
         click.option(
             "--cache-floor-mb", type=Number(0, 1 << 24), help="With auto: MiB of memory to leave free."
         ),
+        click.option("--cache-ceil-mb", type=Number(1, 1 << 24), help="With auto: the most MiB to take."),
+        click.option(
+            "--give-back",
+            is_flag=True,
+            help="Make the cache smaller when others need memory, and larger again.",
+        ),
+        click.option(
+            "--warm",
+            metavar="FILE|auto",
+            help="Preload experts: a warm set, or with auto what the last run found useful.",
+        ),
+        click.option(
+            "--dense-weights",
+            type=click.Choice(["anon", "mmap", "warm", "locked", "repack"]),
+            default="anon",
+            show_default=True,
+            help="Where the weights that are no experts are kept (docs/memory.md).",
+        ),
         click.option(
             "--policy", default="aged", show_default=True, metavar="NAME", help="aged or lru or recurring."
         ),
@@ -144,11 +210,68 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
             type=Number(1, 1 << 16),
             help="Experts per token instead of the file's number. Changes the output.",
         ),
+        *_levers(),
     )
 
 
-def session_config(ctx: click.Context) -> SessionConfig:
+def _levers() -> tuple[Callable[[F], F], ...]:
+    """Skipping and guessing: all off unless asked for."""
+    return (
+        click.option(
+            "--prefetch",
+            type=Number(0, 8),
+            default=0,
+            metavar="K",
+            help="Read ahead, K layers, what the previous token used.",
+        ),
+        click.option(
+            "--predict-prefetch",
+            is_flag=True,
+            help="Read ahead what the next layer's router says of this layer's input.",
+        ),
+        click.option("--predict-log", is_flag=True, help="Tell how well routing can be guessed."),
+        click.option(
+            "--drop-cold-experts",
+            type=Real(0, 1),
+            default=0.0,
+            metavar="F",
+            help="Lossy: leave out experts not in memory that weigh below F of an equal share.",
+        ),
+        click.option("--drop-no-renorm", is_flag=True, help="Do not give their weight to the others."),
+        click.option("--drop-in-prefill", is_flag=True, help="Drop in the prompt too."),
+        click.option(
+            "--deterministic-cache",
+            is_flag=True,
+            help="Drop by an imagined cache, so that the same request gives the same text.",
+        ),
+        click.option(
+            "--expert-substitute",
+            type=Real(0, 100),
+            default=0.0,
+            metavar="L",
+            help="Lossy: prefer experts in memory by L of the range of router scores.",
+        ),
+        click.option(
+            "--route-ahead",
+            type=Number(0, 8),
+            default=0,
+            metavar="N",
+            help="Lossy: take a layer's routing from the input of N layers before.",
+        ),
+        click.option(
+            "--replay-routing",
+            metavar="TRACE",
+            help="Benchmarks: experts of a recorded trace replace the router's choice.",
+        ),
+    )
+
+
+def session_config(ctx: click.Context, **traces: Any) -> SessionConfig:
     """The configuration that the options of `session_options` and `model_option` ask for.
+
+    Args:
+        ctx: The command's.
+        traces: More of the configuration, by its names.
 
     Raises:
         click.UsageError: Options that exclude each other.
@@ -164,6 +287,11 @@ def session_config(ctx: click.Context) -> SessionConfig:
         raise click.UsageError("--no-repack goes with --resident: streaming never repacks", ctx)
     if p["cache_mb"] is not None and p["cache_floor_mb"] is not None:
         raise click.UsageError("--cache-floor-mb goes with --cache-mb auto", ctx)
+    if p["cache_mb"] is not None and p["cache_ceil_mb"] is not None:
+        raise click.UsageError("--cache-ceil-mb goes with --cache-mb auto", ctx)
+    if not p["drop_cold_experts"] and any(p[name] for name in _OF_DROPPING):
+        names = [_STREAMING_ONLY[name] for name in _OF_DROPPING if p[name]]
+        raise click.UsageError(f"{', '.join(names)}: no effect without --drop-cold-experts", ctx)
     if p["ubatch"] is not None and p["ubatch"] > p["ctx_size"]:
         raise click.UsageError(f"--ubatch {p['ubatch']} is above --ctx-size {p['ctx_size']}", ctx)
     return SessionConfig(
@@ -181,6 +309,21 @@ def session_config(ctx: click.Context) -> SessionConfig:
         direct=not p["no_odirect"],
         repack=not p.get("no_repack", False),
         n_expert_used=p["n_expert_used"],
+        cache_ceil_bytes=None if p["cache_ceil_mb"] is None else p["cache_ceil_mb"] * _MIB,
+        give_back=p["give_back"],
+        dense_weights=p["dense_weights"],
+        warm=p["warm"],
+        drop_cold_experts=p["drop_cold_experts"],
+        drop_renormalise=not p["drop_no_renorm"],
+        drop_in_prefill=p["drop_in_prefill"],
+        deterministic_cache=p["deterministic_cache"],
+        expert_substitute=p["expert_substitute"],
+        replay_routing=p["replay_routing"],
+        prefetch_layers=p["prefetch"],
+        predict_prefetch=p["predict_prefetch"],
+        predict_log=p["predict_log"],
+        route_ahead=p["route_ahead"],
+        **traces,
     )
 
 
