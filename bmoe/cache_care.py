@@ -1,7 +1,7 @@
 """What is done for the expert cache between generations and beside them: warm start, giving memory back.
 
-It owns when that happens in a session's life. It must not know how it is decided (warm.py, governor.py) or done
-(streaming.py).
+It owns when that happens in a session's life. It must not know how it is decided (warm.py, governor.py) or
+done (streaming.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bmoe.chat.messages import Message
+from bmoe.chat.messages import Message  # noqa: TC001 (the records are read at run time too)
 from bmoe.io.errors import UsageError
 from bmoe.policies import policy_named
 
@@ -125,6 +125,11 @@ class SessionConfig:
         ):
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} is {value}, expected {low} to {high}")
+        self._check_choices()
+        self._check_levers()
+        policy_named(self.policy)
+
+    def _check_choices(self) -> None:
         if not self.model_path:
             raise UsageError("no model was given")
         if self.mode not in {"auto", "stream", "resident"}:
@@ -135,6 +140,8 @@ class SessionConfig:
             raise UsageError(f"watchdog_s is {self.watchdog_s}, expected up to 1e9 seconds")
         if not 0.01 <= self.half_life_tokens <= 1e9:
             raise UsageError(f"half_life_tokens is {self.half_life_tokens}, expected 0.01 to 1e9")
+
+    def _check_levers(self) -> None:
         if self.prefetch_layers and self.predict_prefetch:
             raise UsageError("prefetch and predict-prefetch exclude each other: both read ahead")
         if self.route_ahead and (self.prefetch_layers or self.predict_prefetch or self.predict_log):
@@ -145,7 +152,6 @@ class SessionConfig:
             raise UsageError(
                 f"dense_weights {self.dense_weights!r} is not one of anon, mmap, warm, locked, repack"
             )
-        policy_named(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bmoe.chat.messages import Message
 from bmoe.chat.reasoning import OutputParser, parser_for
 from bmoe.chat.template import ChatTemplate, chat_template, starts_with_bos
 from bmoe.chat.thinking import ThinkControl, no_think, probe
@@ -17,6 +16,7 @@ from bmoe.io.errors import BmoeError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bmoe.chat.messages import Message
     from bmoe.config import GenerateRequest
     from bmoe.runtime import Model
 

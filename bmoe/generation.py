@@ -220,7 +220,7 @@ class Generation:
         keep = min(keep, context.n_past - 2)
         if not context.shift(keep, (context.n_past - keep) // 2):
             raise UsageError(
-                f"the context of {context.context_tokens} tokens is full, and this model's memory cannot shift",
+                f"the context of {context.context_tokens} tokens is full, and this model cannot shift it",
                 hint=f"use -c {2 * context.context_tokens} or more",
             )
         self._shifts += 1

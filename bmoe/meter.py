@@ -82,7 +82,7 @@ class Meter:
             memory = memory_sample(self._session)
         faults = (usage.ru_minflt - self._usage.ru_minflt, usage.ru_majflt - self._usage.ru_majflt)
         if not self._streaming or not self._before:
-            return _resident(tokens, wall_ns, cpu_ns, faults, overhead_ns, memory)
+            return _resident(tokens, wall_ns, cpu_ns, faults, overhead_ns=overhead_ns, memory=memory)
         e0, s0 = self._before
         e1, s1 = self._streaming.engine.statistics(), self._streaming.streamer.statistics()
         # Threads can be asleep beyond the moment at which the call returns; never count more than there is.
@@ -144,6 +144,7 @@ def _resident(
     wall_ns: int,
     cpu_ns: int,
     faults: tuple[int, int],
+    *,
     overhead_ns: int | None,
     memory: MemorySample | None,
 ) -> StepMetrics:

@@ -1,8 +1,8 @@
 """Perplexity of a text, and how far a lossy lever takes a model from itself.
 
-It owns the measure: every token of the text is computed as in decode (one by one, where the levers act), or in
-batches, and its negative log-likelihood taken. Beside a plain run, agreement of the likeliest token and the
-mean Kullback-Leibler divergence say what perplexity hides. It must not know how figures are shown.
+It owns the measure: every token of the text is computed as in decode (one by one, where the levers act), or
+in batches, and its negative log-likelihood taken. Beside a plain run, agreement of the likeliest token and
+the mean Kullback-Leibler divergence say what perplexity hides. It must not know how figures are shown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Perplexity:
         label: What was changed; "plain" for nothing.
         tokens: Tokens predicted.
         perplexity: exp of the mean negative log-likelihood.
-        error: One standard error of it, from the spread over tokens (which are not independent: a lower bound).
+        error: One standard error of it, from the spread over tokens (not independent: a lower bound).
         agreement: Share of tokens whose likeliest is the plain run's; None for that run itself.
         divergence: Mean Kullback-Leibler divergence from the plain run over its likeliest tokens, in nats.
         tokens_per_s: Of computing.
@@ -122,11 +122,9 @@ async def measure(
         async with await Session.open(dataclasses.replace(config, **changes)) as session:
             on_effective(label, session.effective)
 
-            def run(session: Session = session, label: str = label) -> tuple[_Scores, list[StepMetrics]]:
-                return _run(
-                    session, text, plain, most_tokens, batched, lambda i, n: on_progress(label, i, n)
-                )
-
+            tokens = session.model.tokenize(text)[:most_tokens]
+            width = session.context.batch_tokens if batched else 1
+            run = partial(_run, session, tokens, plain, width, partial(on_progress, label))
             scores, steps = await session.on_decode_thread(run)
             results.append(_summed_up(label, scores, plain, steps, session))
         plain = plain or scores
@@ -135,14 +133,12 @@ async def measure(
 
 def _run(
     session: Session,
-    text: str,
+    tokens: Sequence[int],
     plain: _Scores | None,
-    most_tokens: int | None,
-    batched: bool,  # noqa: FBT001 (internal)
+    width: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[_Scores, list[StepMetrics]]:
     context = session.context
-    tokens = session.model.tokenize(text)[:most_tokens]
     if len(tokens) < 2:
         raise UsageError("the text is too short: perplexity needs at least two tokens")
     scores, steps, meter = _Scores(), [], Meter(session)
@@ -150,13 +146,12 @@ def _run(
     for start in range(0, len(tokens) - 1, window):
         context.clear()
         piece = tokens[start : start + window + 1]
-        width = context.batch_tokens if batched else 1
         for first in range(0, len(piece) - 1, width):
             if session.is_cancelled:
                 raise AbortedBatch
             batch = piece[first : min(first + width, len(piece) - 1)]
             meter.begin()
-            context.decode(batch, logits="all", prefill=batched)
+            context.decode(batch, logits="all", prefill=width > 1)
             steps.append(meter.end(len(batch)))
             for row in range(len(batch)):
                 _note(scores, plain, context.logits(row), piece[first + row + 1])

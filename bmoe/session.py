@@ -140,7 +140,8 @@ class Session:
             config: What is wanted.
             on_effective: Called on the loop once it is settled what will run, before weights are read.
             on_progress: Called on the loop as weights are read.
-            on_warning, on_resize: The attributes of these names.
+            on_warning: The attribute of this name.
+            on_resize: The attribute of this name.
             wrap_backend: Tests inject faults here.
 
         Raises:
@@ -199,7 +200,7 @@ class Session:
                 self.streaming,
                 config,
                 resize=lambda size, reason: self.set_cache_bytes(size, reason=reason),
-                on_warning=lambda text: self.on_warning(text),
+                on_warning=self._warn,
             )
             self._care.begin()
             self.effective = dataclasses.replace(self.effective, warm_experts=self._care.warm_experts)
@@ -255,6 +256,9 @@ class Session:
         handle = streaming.engine.handle
         await self._in_thread(lambda: self._make_context(runtime, handle))
         return budget
+
+    def _warn(self, text: str) -> None:
+        self.on_warning(text)  # whoever listens by then
 
     async def _load_dense(self, on_progress: Callable[[LoadProgress], None]) -> int:
         assert self.streaming is not None
@@ -498,28 +502,13 @@ class Session:
         """After the decode thread is done: the real reason of an abort, and a clean slate."""
         if self._closed:  # the handles are gone, or going on the decode thread
             return Cancelled("cancelled") if isinstance(failure, AbortedBatch) else failure
-        error = failure
-        if self.streaming:
-            engine = self.streaming.engine
-            reason, slice_id = engine.stop_reason()
-            if isinstance(failure, AbortedBatch):
-                if reason == STOP_IO:
-                    error = self.streaming.streamer.error or BmoeError("an expert read failed")
-                elif reason == STOP_STALL:
-                    error = StallError(
-                        f"no progress for {self.config.watchdog_s:g} s while waiting for "
-                        f"{engine.slice_name(slice_id)}"
-                    )
-                elif reason == STOP_FAULT:
-                    error = self.streaming.streamer.bug or BmoeError(engine.fault())
+        error = self._why_aborted(failure) if isinstance(failure, AbortedBatch) else failure
         with self._state:  # a cancel that comes later finds nothing to cancel
             self._busy = False
             self._cancelled.clear()
             self._stop_flag.value = 0
             if self.streaming:
                 self.streaming.streamer.reset()
-        if isinstance(error, AbortedBatch):
-            error = Cancelled("cancelled")
         if error is not None and hasattr(self, "context"):
             # llama.cpp has rolled the batch back; recurrent state it cannot.
             if run is not None:
@@ -527,6 +516,23 @@ class Session:
             else:
                 self.context.clear()
         return error
+
+    def _why_aborted(self, failure: AbortedBatch) -> BaseException:
+        """What made llama.cpp stop in the middle of a batch, or between two."""
+        if self.streaming:
+            engine, streamer = self.streaming.engine, self.streaming.streamer
+            reason, slice_id = engine.stop_reason()
+            if reason == STOP_IO:
+                return streamer.error or BmoeError("an expert read failed")
+            if reason == STOP_STALL:
+                return StallError(
+                    f"no progress for {self.config.watchdog_s:g} s while waiting for "
+                    f"{engine.slice_name(slice_id)}"
+                )
+            if reason == STOP_FAULT:
+                return streamer.bug or BmoeError(engine.fault())
+        del failure
+        return Cancelled("cancelled")
 
     # --- conversation and cache -----------------------------------------------------------------------
 

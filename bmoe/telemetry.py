@@ -381,7 +381,7 @@ def _total(batches: Sequence[StepMetrics]) -> dict[str, int | None]:
 
 def _sampling(sampling: Sampling) -> dict[str, object]:
     """What is asked for; of a grammar only that there is one."""
-    values: dict[str, object] = {name: getattr(sampling, name) for name in _field_names(type(sampling))}
+    values: dict[str, object] = dataclasses.asdict(sampling)
     return values | {name: values[name] is not None for name in ("grammar", "json_schema")}
 
 

@@ -96,8 +96,10 @@ class Traces:
         layers = facts.arch_int("block_count")
         lines = [
             "# route_trace v1",
-            f"# model={_word(facts.paths[0])} arch={_word(facts.architecture)} n_layer={layers} "
-            f"n_expert={layout.experts} n_expert_used={layout.top_k}",
+            (
+                f"# model={_word(facts.paths[0])} arch={_word(facts.architecture)} n_layer={layers} "
+                f"n_expert={layout.experts} n_expert_used={layout.top_k}"
+            ),
             *(
                 f"# layer={i} expert_bytes={experts.get(i, 0)} dense_bytes={dense.get(i, 0)}"
                 for i in range(layers)

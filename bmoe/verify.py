@@ -62,7 +62,6 @@ async def trace(session: Session, request: GenerateRequest) -> LogitsTrace:
     Raises:
         BmoeError: As `Session.generate`.
     """
-
     n_predict = request.n_predict or 0
 
     def run() -> LogitsTrace:

@@ -19,7 +19,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 # Missing from the mmap module: fault pages in for writing, without changing their content (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23
-# Linux's number, which Python names only from 3.13 on. Address space is not memory: most of it may stay unused.
+# Linux's number, which Python names only from 3.13 on: address space is not memory.
 _MAP_NORESERVE: Final = 0x4000
 
 _MAX_TOUCHING_THREADS: Final = 4

@@ -117,7 +117,7 @@ class FaultyBackend:
 
     def remove_buffer(self, buffer_id: int) -> None:
         """As the backend's."""
-        self._backend.remove_buffer(buffer_id)
+        self.inner.remove_buffer(buffer_id)
 
     def prepare(self, buffer_id: int, view: memoryview) -> Target:
         """As the inner backend's."""

@@ -1,8 +1,8 @@
 """The slots: which are free, how more become usable, who makes room.
 
-It owns the free lists, the order of eviction as the policy chose it, and how slot memory grows and shrinks. It
-must not know requests. Everything here runs on the loop's thread. Choosing victims comes after a submission, in
-batches, so that the next miss only has to try candidates that are already ranked.
+It owns the free lists, the order of eviction as the policy chose it, and how slot memory grows and
+shrinks. It must not know requests. Everything here runs on the loop's thread. Choosing victims comes after
+a submission, in batches, so that the next miss only has to try candidates that are already ranked.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class SlotPool:
         self._release(n)
 
     def sweep(self, c: int, *, force: bool) -> bool:
-        """Gives up anything idle of class `c`; with `force` also what matmuls still to come have asked for."""
+        """Gives up anything idle of class `c`; with `force` also what later matmuls have asked for."""
         k = self.plan.classes[c]
         n = lib.bm_sweep(self._handle, k.first_slot, k.first_slot + k.capacity, 8, int(force), self._freed)
         self.sweeps += 1

@@ -1,8 +1,8 @@
 """The asyncio half of the pipeline: requests in, reads out, readiness back.
 
-It owns requests and reads: those that compute threads wait for first, those that nobody has asked for yet
-when there is time. It must not know models or tokens. Everything here runs on the loop's thread, and only when
-a layer missed: doorbell, take, assign, read, submit.
+It owns requests and reads: those that compute threads wait for first, those that nobody has asked for
+yet when there is time. It must not know models or tokens. Everything here runs on the loop's thread, and
+only when a layer missed: doorbell, take, assign, read, submit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from bmoe.pipeline.native import PIN_SHIFT, STOP_FAULT, STOP_IO, Engine, lib
 from bmoe.pipeline.slot_pool import SlotPool
-from bmoe.pipeline.spare_reads import SpareReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from bmoe.io.slot_memory import SlotMemory
     from bmoe.pipeline.policy import EvictionPolicy, UseHistory
     from bmoe.pipeline.slots import SlotPlan
+    from bmoe.pipeline.spare_reads import SpareReads
 
 
 _LONGEST_RUN = 1024
@@ -410,7 +410,7 @@ class Streamer:
         return len(self._unasked)
 
     def follow_hints(self, spare: SpareReads) -> None:
-        """From now on what the native side expects to be routed to is read ahead, as far as `spare` allows."""
+        """From now on what is expected to be routed to is read ahead, as far as `spare` allows."""
         self._spare = spare
 
     def _take_hints(self) -> None:

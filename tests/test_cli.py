@@ -591,7 +591,7 @@ def test_verify_prints_the_verdict(
     assert outcome.err.splitlines() == ["verify: streaming run", mode_line(EFFECTIVE)]
     [(config, request)] = asked
     assert (config.cache_bytes, config.overlap) == (10 * MIB, False)
-    assert (len(request.prompt) > 200, request.n_predict) == (True, 32)
+    assert (len(request.prompt or "") > 200, request.n_predict) == (True, 32)
 
 
 def test_ctrl_c_ends_verify(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

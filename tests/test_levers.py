@@ -1,4 +1,4 @@
-"""Skipping and guessing: what is lossless changes no bit, what is lossy does what it says and nothing else."""
+"""Skipping and guessing: what is lossless changes no bit, what is lossy does what it says."""
 
 from __future__ import annotations
 
@@ -147,18 +147,19 @@ def test_a_replayed_trace_decides_the_routing(tmp_path: Path) -> None:
     generate(small(replay_routing=str(trace), route_trace=str(recorded)))
     rows = [line.split(",") for line in recorded.read_text().splitlines() if line[0].isdigit()]
     assert len([r for r in rows if r[1] == "1"]) == N_PREDICT * 6 * 4
-    for _, phase, step, layer, slot, expert, *_ in rows:
+    for _, phase, at, in_layer, slot, expert, *_ in rows:
         if phase == "1":
-            assert int(expert) == (int(step) % 3 + int(layer) + 5 * int(slot)) % 32
+            assert int(expert) == (int(at) % 3 + int(in_layer) + 5 * int(slot)) % 32
 
 
 def test_levers_that_exclude_each_other_are_refused() -> None:
-    for bad in (
+    bad_ones: tuple[dict[str, Any], ...] = (
         {"prefetch_layers": 1, "predict_prefetch": True},
         {"route_ahead": 1, "predict_log": True},
         {"drop_cold_experts": float("nan")},
         {"drop_cold_experts": 1.5},
-    ):
+    )
+    for bad in bad_ones:
         with pytest.raises(UsageError):
             small(**bad)
 

@@ -1,4 +1,4 @@
-"""A trace of this engine, recorded from the model that talks (two turns, 250 MiB cache), read like any other."""
+"""A trace of this engine, recorded from the model that talks: two turns, a cache of 250 MiB."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from bmoe.route.reading import read_trace
 from bmoe.route.trace import DECODE, PREFILL
 
 TRACE = Path(__file__).parent / "data" / "route-smollm2-16x.csv"
-COLUMNS = ["turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes", "dropped"]
+COLUMNS = [
+    "turn",
+    "phase",
+    "step",
+    "layer",
+    "slot",
+    "expert",
+    "weight",
+    "residency",
+    "expert_bytes",
+    "dropped",
+]
 
 
 def test_the_preamble_and_the_columns_are_the_reference_engines() -> None:

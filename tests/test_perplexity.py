@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def by_hand(wanted: Any) -> float:
             def nll() -> float:
                 tokens = session.model.tokenize(TEXT)
                 total = 0.0
-                for token, target in zip(tokens, tokens[1:], strict=False):
+                for token, target in pairwise(tokens):
                     session.context.decode((token,))
                     x = session.context.logits(-1).astype(np.float64)
                     total -= math.log(np.exp(x[target] - x.max()) / np.exp(x - x.max()).sum())
@@ -51,10 +52,14 @@ def test_perplexity_is_what_it_is_by_hand() -> None:
 
 def test_a_lossless_lever_changes_nothing_and_a_lossy_one_is_told_apart() -> None:
     wanted = config(tiny_moe(layers=4, experts=32), cache_bytes=2 << 20)
-    levers = [("prefetch", {"prefetch_layers": 1}), ("drop", {"drop_cold_experts": 1.0})]
+    levers: list[tuple[str, dict[str, Any]]] = [
+        ("prefetch", {"prefetch_layers": 1}),
+        ("drop", {"drop_cold_experts": 1.0}),
+    ]
     plain, prefetch, drop = run(measure(wanted, TEXT, levers=levers))
     assert prefetch.perplexity == plain.perplexity
-    assert (prefetch.agreement, prefetch.divergence) == (1.0, pytest.approx(0, abs=1e-12))
+    assert prefetch.agreement == 1.0
+    assert prefetch.divergence == pytest.approx(0, abs=1e-12)
     assert drop.perplexity != plain.perplexity
     assert drop.divergence is not None
     assert drop.divergence > 0
@@ -94,7 +99,9 @@ def test_the_command_prints_a_row_per_lever(tmp_path: Path, capsys: pytest.Captu
     assert "policy=l" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lever", ["nonsense=1", "drop-cold-experts=x", "drop-cold-experts=2", "drop-no-renorm=1"])
+@pytest.mark.parametrize(
+    "lever", ["nonsense=1", "drop-cold-experts=x", "drop-cold-experts=2", "drop-no-renorm=1"]
+)
 def test_levers_that_are_none_are_refused(
     lever: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

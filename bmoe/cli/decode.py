@@ -20,7 +20,6 @@ from bmoe.cli.options import (
 )
 from bmoe.cli.sampling_options import sampling, sampling_options
 
-
 _TRACES = ("route_trace", "io_trace", "compute_trace", "compute_trace_layers")
 
 

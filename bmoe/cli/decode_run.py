@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bmoe import present
+from bmoe.chat.messages import Message
 from bmoe.cli import BROKEN_PIPE_EXIT
 from bmoe.cli.interrupts import run_async
 from bmoe.cli.progress import ProgressDisplay
-from bmoe.chat.messages import Message
 from bmoe.config import MIB, GenerateRequest, Sampling
 from bmoe.io.errors import BmoeError, Cancelled, FileError
 from bmoe.metrics_csv import MetricsCsv
@@ -66,7 +66,7 @@ class DecodeJob:
     argv: tuple[str, ...]
     log_target: str | None
     quiet: bool
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     chat: bool = False
     system: str | None = None
     think: bool = True

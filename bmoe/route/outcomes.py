@@ -175,9 +175,7 @@ def _bounds(look: Lookups, missed: NDArray[np.int64], speed: Speed) -> tuple[flo
     return look.tokens / ideal_s, look.tokens / layered_s
 
 
-def validate(
-    trace: RouteTrace, lookups: Lookups, budget_mib: int, *, policy: str = "lru"
-) -> Validation:
+def validate(trace: RouteTrace, lookups: Lookups, budget_mib: int, *, policy: str = "lru") -> Validation:
     """Compares a replay with the residency that the trace recorded.
 
     Raises:

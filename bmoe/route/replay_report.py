@@ -72,8 +72,8 @@ def replay_report(
         found = validate(trace, lookups, validate_mib, policy=validate_policy)
         remarks.append(
             f"validation at {found.budget_mib} MiB: recorded {found.recorded_pct:.1f} % of {found.lookups} "
-            f"decode lookups as hits, {validate_policy} replayed {found.replayed_pct:.1f} %; {found.equal_pct:.2f} % of "
-            "them agree"
+            f"decode lookups as hits, {validate_policy} replayed {found.replayed_pct:.1f} %; "
+            f"{found.equal_pct:.2f} % of them agree"
         )
         tables.append(
             Table(
