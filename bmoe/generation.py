@@ -239,6 +239,9 @@ class Generation:
         if streaming and session.config.drop_cold_experts > 0:
             routed = streaming.engine.statistics().routed - self._routed_mark
         slots = streaming.streamer.statistics() if streaming else None
+        counters = streaming.engine.statistics() if streaming else None
+        config = session.config
+        ahead = counters.route_committed if counters and config.route_ahead else None
         end: End = self._end
         if error is not None:
             end = "cancelled" if isinstance(error, Cancelled) else "error"
@@ -272,6 +275,13 @@ class Generation:
             seed=self._sampler.seed if self._sampler else None,
             dropped=_total([m.dropped for m in steps]),
             routed=routed,
+            speculative_bytes=_total([m.speculative_bytes for m in steps]),
+            speculated_experts=counters.speculated if counters else None,
+            substituted=counters.substituted if counters and config.expert_substitute > 0 else None,
+            route_committed=ahead,
+            route_agreed=counters.route_agreed / (ahead * session.effective.top_k)
+            if counters and ahead
+            else None,
         )
 
     def roll_back(self, error: BaseException) -> None:

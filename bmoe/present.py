@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bmoe.records import EffectiveConfig, LoadProgress, LoadReport, RunSummary
 
 _MIB: Final = 1 << 20
@@ -104,7 +106,7 @@ def summary_lines(summary: RunSummary, load: LoadReport) -> list[str]:
     """What was done, one aspect per line, values aligned. Only what was measured and happened."""
     rows = [("prefill", _prefill(summary)), ("decode", _decode(summary))]
     if summary.tokens:
-        rows += [("cache", _cache(summary)), ("reads", _reads(summary))]
+        rows += [("cache", _cache(summary)), ("reads", _reads(summary)), ("levers", _levers(summary))]
     rows.append(("load", _load(load)))
     return [f"{label + ':':<9}{text}" for label, text in rows if text]
 
@@ -159,6 +161,39 @@ def _reads(s: RunSummary) -> str:
     if s.submit_latency_ns_p50 is not None:
         parts.append(f"submit latency p50 {s.submit_latency_ns_p50 / 1e3:.0f} µs")
     return ", ".join(parts)
+
+
+def _levers(s: RunSummary) -> str:
+    parts = []
+    if s.dropped is not None and s.routed:
+        parts.append(f"{100 * s.dropped / s.routed:.1f} % of routed experts dropped")
+    if s.substituted is not None:
+        parts.append(f"{_count(s.substituted, 'choice')} substituted")
+    if s.route_committed is not None:
+        agreed = "" if s.route_agreed is None else f", {100 * s.route_agreed:.1f} % as the router's"
+        parts.append(f"{_count(s.route_committed, 'layer')} routed ahead{agreed}")
+    if s.speculative_bytes:
+        used = "" if s.speculated_experts is None else f", {_count(s.speculated_experts, 'expert')} used"
+        parts.append(f"{mib(s.speculative_bytes)} read unasked{used}")
+    return ", ".join(parts)
+
+
+def prediction_lines(predictions: Sequence[Sequence[Sequence[int]]], guesses: Sequence[str]) -> list[str]:
+    """How often routing was guessed right.
+
+    Args:
+        predictions: [layers][guesses] of rows, slots, hits, exact rows and rows not scored.
+        guesses: Their names.
+    """
+    lines = []
+    for i, name in enumerate(guesses):
+        rows, slots, hits, exact, _ = (sum(layer[i][k] for layer in predictions) for k in range(5))
+        if slots:
+            lines.append(
+                f"{'guess:':<9}{name}: {100 * hits / slots:.1f} % of experts, "
+                f"{100 * exact / rows:.1f} % of layers whole, {rows} layers scored"
+            )
+    return lines
 
 
 def _load(load: LoadReport) -> str:

@@ -273,6 +273,11 @@ class RunSummary:
         shifts: Times that the context was shifted.
         seed: Of the sampler; None when greedy.
         dropped, routed: Experts left out, of those chosen by the router, in decode; None when off.
+        speculative_bytes: Of what decode read, before it was asked for; None resident.
+        speculated_experts: Experts read so since the session opened that were used while they were there.
+        substituted: Choices since then that gave way to an expert in memory; None when off.
+        route_committed: Layers since then routed ahead; None when off.
+        route_agreed: Share of their experts that the router chose too; None when off or none.
     """
 
     end: End
@@ -304,6 +309,11 @@ class RunSummary:
     seed: int | None = None
     dropped: int | None = None
     routed: int | None = None
+    speculative_bytes: int | None = None
+    speculated_experts: int | None = None
+    substituted: int | None = None
+    route_committed: int | None = None
+    route_agreed: float | None = None
 
     @property
     def decode_tokens_per_s(self) -> float | None:

@@ -23,6 +23,7 @@ from bmoe.cli.progress import ProgressDisplay
 from bmoe.config import MIB, GenerateRequest, Sampling
 from bmoe.io.errors import BmoeError, Cancelled, FileError
 from bmoe.metrics_csv import MetricsCsv
+from bmoe.pipeline.native import GUESSES
 from bmoe.session import Session
 from bmoe.telemetry import open_run_log, without_prompt
 
@@ -266,6 +267,9 @@ class _DecodeRun:
             if self._csv is not None:
                 self._csv.summary(session.summary, cycle_bytes=session.effective.cycle_bytes)
             self._show(*present.summary_lines(session.summary, session.load_report))
+            if session.config.predict_log and session.streaming is not None:
+                engine = session.streaming.engine
+                self._show(*present.prediction_lines(engine.predictions().tolist(), GUESSES))
 
     def _messages(self) -> tuple[Message, ...]:
         user = Message(role="user", content=self._job.prompt)
