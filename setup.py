@@ -24,7 +24,7 @@ setup(
             "bmoe.pipeline._hook",
             sources=[
                 f"pipeline/native/{name}.c"
-                for name in ("hook", "residency", "kernel", "routing", "node_trace", "predict")
+                for name in ("hook", "residency", "kernel", "routing", "node_trace", "predict", "dense")
             ],
             depends=["pipeline/native/hook.h", "pipeline/native/ggml_abi.h"],
             extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],

@@ -26,6 +26,9 @@ PROCESS_BYTES: Final = 96 * MIB
 _TOKEN_BYTES: Final = 500
 # Whole 4 KiB pages have an 8-byte entry in a table. Where huge pages are used it is next to nothing.
 _PAGE_TABLE_SHARE: Final = 512
+# What a process has before its session opens; more is something else's, and does not go away.
+_OWN_MOST_BYTES: Final = 48 * MIB
+_THREAD_BYTES: Final = 768 << 10  # and tiles of heads; seen 0.3 to 1 MiB per thread in all
 _CELLS: Final = 256  # llama.cpp rounds the context up to it
 _NO_FLASH_ATTENTION: Final = frozenset({"grok"})
 _CHUNKED_ATTENTION: Final = frozenset({"llama4"})  # whether the file says so or not
@@ -63,9 +66,7 @@ def kv_cache_bytes(layout: ModelLayout, context_tokens: int) -> int:
     cells = -(-context_tokens // _CELLS) * _CELLS
     heads = facts.arch_int("attention.head_count", 1)
     kv_heads = facts.arch_ints("attention.head_count_kv", layers, heads)  # 0 where a layer is recurrent
-    width = facts.arch_int("embedding_length") // max(heads, 1)
-    key = max(facts.arch_int("attention.key_length", width), facts.arch_int("attention.key_length_swa"))
-    value = max(facts.arch_int("attention.value_length", width), facts.arch_int("attention.value_length_swa"))
+    key, value = _head_widths(facts)
     if facts.arch_int("attention.key_length_mla"):
         value = 0  # latent attention: values are made from the keys
     recurrent = _layers(facts, _RECURRENT)
@@ -73,6 +74,16 @@ def kv_cache_bytes(layout: ModelLayout, context_tokens: int) -> int:
     indexer = facts.arch_int("attention.indexer.key_length") * len(attending)
     per_cell = sum(kv_heads[i] for i in attending) * (key + value) + indexer
     return 2 * cells * per_cell + len([i for i in recurrent if i < layers]) * _state_bytes(facts)
+
+
+def _head_widths(facts: GgufFacts) -> tuple[int, int]:
+    """Of a key and of a value, the larger where kinds of layers differ."""
+    width = facts.arch_int("embedding_length") // max(facts.arch_int("attention.head_count", 1), 1)
+    key, value = (
+        max(facts.arch_int(f"attention.{kind}_length", width), facts.arch_int(f"attention.{kind}_length_swa"))
+        for kind in ("key", "value")
+    )
+    return key, value
 
 
 def _state_bytes(facts: GgufFacts) -> int:
@@ -83,7 +94,7 @@ def _state_bytes(facts: GgufFacts) -> int:
     return 4 * (short + max(facts.arch_int("ssm.conv_kernel") - 1, 0) * mixed + inner * state)
 
 
-def compute_bytes(layout: ModelLayout, ubatch_tokens: int, context_tokens: int = 0) -> int:
+def compute_bytes(layout: ModelLayout, ubatch_tokens: int, context_tokens: int = 0, threads: int = 0) -> int:
     """What llama.cpp's buffers and the hook's scratch touch for the widest graph, at most.
 
     Memory that is reserved and never touched costs nothing and is not counted: logits of every row, which
@@ -93,6 +104,7 @@ def compute_bytes(layout: ModelLayout, ubatch_tokens: int, context_tokens: int =
         layout: The model.
         ubatch_tokens: Rows of the widest graph.
         context_tokens: Its columns of attention; 0 leaves attention's masks out.
+        threads: Compute threads; each has tiles of its own. 0 leaves them out.
     """
     facts = layout.facts
     cells = -(-context_tokens // _CELLS) * _CELLS
@@ -100,8 +112,10 @@ def compute_bytes(layout: ModelLayout, ubatch_tokens: int, context_tokens: int =
     per_cell = 4 if windows else 2  # a mask in F16 for each kind of layer
     if facts.architecture in _NO_FLASH_ATTENTION:
         per_cell += 4 + 6 * facts.arch_int("attention.head_count", 1)  # scores in F32, and once more in F16
+    key, value = _head_widths(facts)
+    per_thread = _THREAD_BYTES + 2048 * (key + value)
     # A tenth more: what matmuls convert their inputs into.
-    return ubatch_tokens * (_widest_floats(layout) * 4 * 11 // 10 + cells * per_cell)
+    return ubatch_tokens * (_widest_floats(layout) * 4 * 11 // 10 + cells * per_cell) + threads * per_thread
 
 
 def _widest_floats(layout: ModelLayout) -> int:
@@ -116,8 +130,7 @@ def _widest_floats(layout: ModelLayout) -> int:
     experts = layout.top_k * max(outputs.values(), default=0) + 4 * width
     dense = 3 * max((t.ne[1] for t in facts.tensors if _FEED_FORWARD.match(t.name)), default=0) + 4 * width
     heads = facts.arch_int("attention.head_count", 1)
-    key = facts.arch_int("attention.key_length", width // max(heads, 1))
-    value = facts.arch_int("attention.value_length", width // max(heads, 1))
+    key, value = _head_widths(facts)
     if latent := facts.arch_int("attention.key_length_mla"):
         attention = heads * (latent + 2 * key + value) + 2 * width
     else:
@@ -134,14 +147,32 @@ def process_bytes(layout: ModelLayout) -> int:
     return PROCESS_BYTES + _TOKEN_BYTES * max(embeddings, default=0)
 
 
-def fixed_bytes(layout: ModelLayout, *, context_tokens: int, ubatch_tokens: int) -> int:
-    """All that is needed beside the cache."""
+def dense_memory_bytes(layout: ModelLayout, dense_weights: str) -> int:
+    """What the weights that are no experts take in this mode: in the page cache or copied, the same."""
+    tensors = {t.name: t.size_bytes for t in layout.facts.tensors}
+    # Tied embeddings are looked up as they are in the file, and multiplied as repacked.
+    twice = dense_weights == "repack" and "output.weight" not in tensors
+    return layout.dense_bytes + (tensors.get("token_embd.weight", 0) if twice else 0)
+
+
+def fixed_bytes(
+    layout: ModelLayout,
+    *,
+    context_tokens: int,
+    ubatch_tokens: int,
+    threads: int = 0,
+    own_bytes: int = 0,
+    dense_weights: str = "anon",
+) -> int:
+    """All that is needed beside the cache, less what this process has already; as for `cache_budget`."""
+    dense = dense_memory_bytes(layout, dense_weights)
     return (
-        layout.dense_bytes
-        + layout.dense_bytes // _PAGE_TABLE_SHARE
+        dense
+        + dense // _PAGE_TABLE_SHARE
         + kv_cache_bytes(layout, context_tokens)
-        + compute_bytes(layout, ubatch_tokens, context_tokens)
+        + compute_bytes(layout, ubatch_tokens, context_tokens, threads)
         + process_bytes(layout)
+        - min(own_bytes, _OWN_MOST_BYTES)
     )
 
 
@@ -157,9 +188,19 @@ def shortage(
     available_bytes: int | None,
     context_tokens: int,
     ubatch_tokens: int,
+    threads: int = 0,
+    own_bytes: int = 0,
+    dense_weights: str = "anon",
 ) -> str | None:
     """Why this cache and all that is beside it do not fit, in words; None if they do or it is not known."""
-    fixed = fixed_bytes(layout, context_tokens=context_tokens, ubatch_tokens=ubatch_tokens)
+    fixed = fixed_bytes(
+        layout,
+        context_tokens=context_tokens,
+        ubatch_tokens=ubatch_tokens,
+        threads=threads,
+        own_bytes=own_bytes,
+        dense_weights=dense_weights,
+    )
     needed = fixed + cache_bytes + cache_bytes // _PAGE_TABLE_SHARE
     if available_bytes is None or needed <= available_bytes:
         return None
@@ -177,6 +218,9 @@ def cache_budget(
     ubatch_tokens: int,
     ceil_bytes: int | None = None,
     limited_by_group: bool = False,
+    threads: int = 0,
+    own_bytes: int = 0,
+    dense_weights: str = "anon",
 ) -> CacheBudget:
     """The memory for expert slots.
 
@@ -187,11 +231,13 @@ def cache_budget(
             least 256 MiB and at most 1536 MiB.
         everything_bytes: Slot memory for all experts: more is never used.
         available_bytes: Memory that could be had now, before dense weights are read; None when unknown.
-            Dense weights that stay in the page cache are charged like those that are copied.
         context_tokens: For the KV cache.
         ubatch_tokens: For the compute buffers.
         ceil_bytes: Automatic: the most to take; None is no bound.
         limited_by_group: Whether a control group is what limits `available_bytes`; for the words.
+        threads: Compute threads, for their buffers.
+        own_bytes: Anonymous memory that this process has already, so that `available_bytes` lacks it.
+        dense_weights: The mode of the weights that are no experts.
 
     Raises:
         MemoryBudgetError: Automatic sizing leaves nothing.
@@ -204,6 +250,9 @@ def cache_budget(
             available_bytes=available_bytes,
             context_tokens=context_tokens,
             ubatch_tokens=ubatch_tokens,
+            threads=threads,
+            own_bytes=own_bytes,
+            dense_weights=dense_weights,
         )
         danger = None if short is None else f"{short}: the kernel may end this program"
         return CacheBudget(cache, auto=False, arithmetic=None, warning=danger)
@@ -213,14 +262,23 @@ def cache_budget(
         words = f"available memory is unknown{ceiling}"
         return CacheBudget(min(1024 * MIB, most), auto=True, arithmetic=words)
     floor = floor_bytes if floor_bytes is not None else default_floor_bytes(available_bytes)
-    fixed = fixed_bytes(layout, context_tokens=context_tokens, ubatch_tokens=ubatch_tokens)
+    fixed = fixed_bytes(
+        layout,
+        context_tokens=context_tokens,
+        ubatch_tokens=ubatch_tokens,
+        threads=threads,
+        own_bytes=own_bytes,
+        dense_weights=dense_weights,
+    )
     room = available_bytes - fixed - floor
     room -= max(0, room) // _PAGE_TABLE_SHARE
     words = (
         f"{available_bytes // MIB} MiB available{' in the control group' if limited_by_group else ''}"
-        f" - {layout.dense_bytes // MIB} dense - {kv_cache_bytes(layout, context_tokens) // MIB} KV"
-        f" - {compute_bytes(layout, ubatch_tokens, context_tokens) // MIB} compute"
-        f" - {process_bytes(layout) // MIB} process - {floor // MIB} floor"
+        f" - {dense_memory_bytes(layout, dense_weights) // MIB} dense"
+        f" - {kv_cache_bytes(layout, context_tokens) // MIB} KV"
+        f" - {compute_bytes(layout, ubatch_tokens, context_tokens, threads) // MIB} compute"
+        f" - {(process_bytes(layout) - min(own_bytes, _OWN_MOST_BYTES)) // MIB} process"
+        f" - {floor // MIB} floor"
     )
     if room <= 0:
         raise MemoryBudgetError(

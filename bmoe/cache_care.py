@@ -73,7 +73,7 @@ class CacheCare:
         if warm.note is not None:
             self._on_warning(warm.note)
         self.warm_experts = len(warm.entries)
-        settled = _PRIOR_TURNS * self._config.half_life_tokens / 0.693 * streaming.layout.top_k
+        settled = _PRIOR_TURNS * self._config.half_life_batches / 0.693 * streaming.layout.top_k
         for layer, experts in enumerate(engine.layer_experts):
             first = engine.first_entry[layer]
             engine.frequency[first : first + experts] = settled * warm.worth[layer, :experts]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from bmoe.chat.messages import Message  # noqa: TC001 (the records are read at run time too)
 from bmoe.io.errors import UsageError
-from bmoe.policies import policy_named
+from bmoe.policies import DEFAULT_POLICY, policy_named
 
 Mode = Literal["auto", "stream", "resident"]
 IoBackend = Literal["auto", "uring", "threads"]
@@ -51,7 +51,7 @@ class SessionConfig:
         direct: Read with O_DIRECT where the file allows it.
         repack: Resident only: llama.cpp's repacked weights (its default). Streaming never repacks.
         watchdog_s: A wait for one slice that lasts longer ends the run.
-        half_life_tokens: Ageing of the aged-frequency policy.
+        half_life_tokens: Ageing of use counts; None is what the policy was tuned with.
         n_expert_used: Experts per token instead of the file's number; another number changes the output.
         route_trace: File for every routing decision. Costs a little; such runs are marked.
         io_trace: File for every read. As above.
@@ -83,13 +83,13 @@ class SessionConfig:
     overlap: bool = True
     cache_bytes: int | None = None
     cache_floor_bytes: int | None = None
-    policy: str = "aged"
+    policy: str = DEFAULT_POLICY
     io_backend: IoBackend = "auto"
     queue_depth: int | None = None
     direct: bool = True
     repack: bool = True
     watchdog_s: float = 30.0
-    half_life_tokens: float = 16.0
+    half_life_tokens: float | None = None
     n_expert_used: int | None = None
     cache_ceil_bytes: int | None = None
     give_back: bool = False
@@ -129,6 +129,11 @@ class SessionConfig:
         self._check_levers()
         policy_named(self.policy)
 
+    @property
+    def half_life_batches(self) -> float:
+        """The ageing that is in effect."""
+        return self.half_life_tokens or policy_named(self.policy).half_life_batches
+
     def _check_choices(self) -> None:
         if not self.model_path:
             raise UsageError("no model was given")
@@ -138,10 +143,12 @@ class SessionConfig:
             raise UsageError(f"the expert cache is {self.cache_bytes} bytes, expected more than 0")
         if not 0 < self.watchdog_s <= 1e9:
             raise UsageError(f"watchdog_s is {self.watchdog_s}, expected up to 1e9 seconds")
-        if not 0.01 <= self.half_life_tokens <= 1e9:
+        if self.half_life_tokens is not None and not 0.01 <= self.half_life_tokens <= 1e9:
             raise UsageError(f"half_life_tokens is {self.half_life_tokens}, expected 0.01 to 1e9")
 
     def _check_levers(self) -> None:
+        if self.mode == "resident" and self.dense_weights not in {"anon", "repack"}:
+            raise UsageError(f"dense_weights {self.dense_weights} has no effect on a resident model")
         if self.prefetch_layers and self.predict_prefetch:
             raise UsageError("prefetch and predict-prefetch exclude each other: both read ahead")
         if self.route_ahead and (self.prefetch_layers or self.predict_prefetch or self.predict_log):

@@ -8,8 +8,8 @@ with the same `cache_budget` and `plan_slots`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from bmoe.budget import (
     MIB,
@@ -21,11 +21,12 @@ from bmoe.budget import (
     process_bytes,
     shortage,
 )
+from bmoe.config import default_threads
 from bmoe.gguf_file import read_gguf
 from bmoe.inspect import worst_read_bytes
 from bmoe.io.errors import MemoryBudgetError
 from bmoe.io.files import DirectFile
-from bmoe.io.memory_figures import available_bytes
+from bmoe.io.memory_figures import available_bytes, process_memory
 from bmoe.model import ModelLayout, lay_out
 from bmoe.pipeline.slots import plan_slots, total_slot_bytes
 
@@ -51,6 +52,7 @@ class PlanRequest:
         ram_bytes: Available memory to suppose; None asks this machine.
         cache_bytes: The expert cache; None sizes it as a session does.
         n_expert_used: As for a session.
+        threads: As for a session.
     """
 
     path: str
@@ -59,6 +61,7 @@ class PlanRequest:
     ram_bytes: int | None = None
     cache_bytes: int | None = None
     n_expert_used: int | None = None
+    threads: int = field(default_factory=default_threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +132,15 @@ def plan_run(request: PlanRequest) -> Plan:
     return _Planner(layout, request).plan()
 
 
+class _Batch(TypedDict):
+    """What the memory beside the cache depends on, as bmoe.budget's functions take it."""
+
+    context_tokens: int
+    ubatch_tokens: int
+    threads: int
+    own_bytes: int
+
+
 class _Planner:
     def __init__(self, layout: ModelLayout, request: PlanRequest) -> None:
         self._layout = layout
@@ -139,12 +151,15 @@ class _Planner:
             with DirectFile.open(path) as file:
                 self._block = max(self._block, file.block_bytes)
         self._kv = kv_cache_bytes(layout, request.context_tokens)
-        self._batch = {
+        self._batch: _Batch = {
             "context_tokens": request.context_tokens,
             "ubatch_tokens": min(request.ubatch_tokens, request.context_tokens),
+            "threads": request.threads,
+            # Planning is a process too: what it has is there again when the run begins.
+            "own_bytes": 0 if request.ram_bytes is not None else process_memory().anon_bytes or 0,
         }
         self._compute = compute_bytes(
-            layout, self._batch["ubatch_tokens"], context_tokens=request.context_tokens
+            layout, self._batch["ubatch_tokens"], request.context_tokens, request.threads
         )
         self._fixed = fixed_bytes(layout, **self._batch)
         self._everything = total_slot_bytes(layout.tensors, self._block)

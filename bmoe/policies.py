@@ -9,11 +9,9 @@ import numpy as np
 from bmoe.io.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from bmoe.pipeline.policy import EvictionPolicy, UseHistory
+    from bmoe.pipeline.policy import UseHistory
 
 
 _CYCLE_DISCOUNT = 0.2
@@ -45,6 +43,7 @@ class AgedFrequency:
     """
 
     name = "aged"
+    half_life_batches = 16.0
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -67,6 +66,7 @@ class RecurringFrequency:
     """
 
     name = "recurring"
+    half_life_batches = 24.0
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -85,6 +85,7 @@ class LeastRecentlyUsed:
     """Gives up the experts used longest ago; within one batch, the earliest layer's first."""
 
     name = "lru"
+    half_life_batches = 16.0
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -96,15 +97,16 @@ class LeastRecentlyUsed:
         return _lowest(keys, candidates, count)
 
 
-POLICIES: dict[str, Callable[[UseHistory], EvictionPolicy]] = {
+DEFAULT_POLICY = RecurringFrequency.name
+POLICIES: dict[str, type[AgedFrequency | LeastRecentlyUsed | RecurringFrequency]] = {
     AgedFrequency.name: AgedFrequency,
     LeastRecentlyUsed.name: LeastRecentlyUsed,
     RecurringFrequency.name: RecurringFrequency,
 }
 
 
-def policy_named(name: str) -> Callable[[UseHistory], EvictionPolicy]:
-    """The maker of a policy.
+def policy_named(name: str) -> type[AgedFrequency | LeastRecentlyUsed | RecurringFrequency]:
+    """The class of a policy: called with a history, it makes one.
 
     Raises:
         UsageError: No such policy; the message lists them.

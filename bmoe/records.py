@@ -52,6 +52,9 @@ class EffectiveConfig:
         lossy: What may change the output, in words; None when nothing does.
         warm_experts: Experts to be preloaded; None when resident or not asked for.
         give_back: Whether the cache shrinks under memory pressure; None when resident.
+        layers: Of the model, those without experts too.
+        model_sha256: Digest of what the file's header says of the model, its weights' places included
+            (`bmoe.warm.model_identity`).
     """
 
     mode: Literal["streaming", "resident"]
@@ -96,6 +99,8 @@ class EffectiveConfig:
     lossy: str | None = None
     warm_experts: int | None = None
     give_back: bool | None = None
+    layers: int = 0
+    model_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

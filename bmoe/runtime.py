@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from bmoe.io.errors import BmoeError, DecodeError, SeamError, UsageError
-from bmoe.llama_library import llama, log_lines
+from bmoe.llama_library import ggml_base, llama, log_lines
 from bmoe.pipeline.native import function_address, lib
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class RuntimeConfig:
         context_tokens: KV cells.
         ubatch_tokens: Widest graph; batches are cut to it.
         repack: Let llama.cpp copy weights into its repacked layouts. Never with a hook.
+        plain_experts: With `repack`: all weights but the experts.
         overrides: Integer metadata that replaces the file's, by full key.
     """
 
@@ -50,6 +51,7 @@ class RuntimeConfig:
     context_tokens: int
     ubatch_tokens: int
     repack: bool = False
+    plain_experts: bool = False
     overrides: tuple[tuple[str, int], ...] = ()
 
 
@@ -136,6 +138,9 @@ class Model:
         params.load_mtp = False
         overrides = _overrides(L, config.overrides)
         params.kv_overrides = overrides
+        if config.plain_experts:
+            rules = _plain_experts()
+            params.tensor_buft_overrides = ctypes.addressof(rules)
         no_devices = (ctypes.c_void_p * 1)()
         params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
         if on_progress is not None:
@@ -223,6 +228,31 @@ def _overrides(module: Any, values: Sequence[tuple[str, int]]) -> Any:
         entry.key = key.encode()
         entry.value.val_i64 = value
     return array
+
+
+class _BufferRule(ctypes.Structure):
+    """`struct llama_model_tensor_buft_override`: tensors whose names match go to that buffer type."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("type", ctypes.c_void_p))
+
+
+def _plain_experts() -> Any:
+    """[2] rules that keep experts in plain memory, where `use_extra_bufts` would repack them too.
+
+    A rule for the CPU's own buffer type would not: llama.cpp then looks for a repacked layout again. The type
+    of buffers over foreign memory is another one with the same layout.
+    """
+    base = ggml_base()
+    base.ggml_backend_cpu_buffer_from_ptr.restype = ctypes.c_void_p
+    base.ggml_backend_cpu_buffer_from_ptr.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    base.ggml_backend_buffer_get_type.restype = ctypes.c_void_p
+    base.ggml_backend_buffer_get_type.argtypes = (ctypes.c_void_p,)
+    base.ggml_backend_buffer_free.argtypes = (ctypes.c_void_p,)
+    buffer = base.ggml_backend_cpu_buffer_from_ptr(4096, 0)  # any aligned address: no byte of it is used
+    rules = (_BufferRule * 2)()
+    rules[0].pattern, rules[0].type = rb"exps\.weight$", base.ggml_backend_buffer_get_type(buffer)
+    base.ggml_backend_buffer_free(buffer)
+    return rules
 
 
 class Context:

@@ -50,6 +50,7 @@ from bmoe.runtime import (
 )
 from bmoe.streaming import StreamingEngine
 from bmoe.traces import Traces
+from bmoe.warm import model_identity
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -184,7 +185,8 @@ class Session:
             threads=config.threads,
             context_tokens=config.context_tokens,
             ubatch_tokens=min(config.ubatch_tokens, config.context_tokens),
-            repack=config.repack and not stream,
+            repack=not stream and (config.repack or config.dense_weights == "repack"),
+            plain_experts=not stream and config.dense_weights == "repack",
             overrides=overrides,
         )
         dense_ns: int | None = None
@@ -344,13 +346,15 @@ class Session:
             policy=config.policy if s else None,
             lazy_map=self.model.lazy_map if s else None,
             repack=runtime.repack,
-            dense_weights=config.dense_weights if s else None,
+            dense_weights=config.dense_weights if s or runtime.plain_experts else None,
             chat_template=dialogue.template is not None if dialogue else False,
             chat_template_problem=dialogue.problem if dialogue else None,
             think_control=dialogue.think_control if dialogue else None,
             traced=_traced(config) if s else None,
             lossy=_lossy(config, layout) if s else None,
             give_back=config.give_back if s else None,
+            layers=facts.arch_int("block_count"),
+            model_sha256=model_identity(layout),
             llama_cpp_version=importlib.metadata.version("llama-cpp-python"),
             bmoe_version=__version__,
         )

@@ -10,13 +10,13 @@ import os
 from ctypes import c_int32
 from typing import TYPE_CHECKING
 
+from bmoe.dense import DenseWeights
 from bmoe.io.backend_choice import open_backend
 from bmoe.io.errors import SeamError
 from bmoe.io.files import DirectFile
-from bmoe.io.range_image import RangeImage
 from bmoe.io.read_queue import ReadQueue
 from bmoe.io.slot_memory import SlotMemory
-from bmoe.pipeline.native import Engine, Segment, lib
+from bmoe.pipeline.native import Engine, lib
 from bmoe.pipeline.slots import SlotPlan, plan_slots, total_slot_bytes
 from bmoe.pipeline.spare_reads import SpareReads
 from bmoe.pipeline.streamer import Streamer
@@ -26,7 +26,7 @@ from bmoe.replayed_routing import replay_table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bmoe.config import SessionConfig
+    from bmoe.config import DenseMode, SessionConfig
     from bmoe.io.backend import ReadBackend
     from bmoe.model import ModelLayout
 
@@ -44,7 +44,7 @@ class StreamingEngine:
         plan: The slots.
         backend: What reads.
         files: The model's files.
-        dense: The dense weights' memory, or None when the model has none.
+        dense: The dense weights; None before they are loaded.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -54,8 +54,10 @@ class StreamingEngine:
         self.plan: SlotPlan
         self.engine: Engine
         self.streamer: Streamer
-        self.dense: RangeImage | None = None
+        self.dense: DenseWeights | None = None
         self._memories: list[SlotMemory] = []
+        self._mappings: dict[int, tuple[int, int]] = {}
+        self._dense_mode: DenseMode = "anon"
         self._event_fd = -1
         self._queue: ReadQueue | None = None
         self._streaming = False
@@ -93,6 +95,7 @@ class StreamingEngine:
             MemoryBudgetError: The budget is below the least that works, or memory is short.
             BackendError: The backend was asked for by name and does not work.
         """
+        self._dense_mode = config.dense_weights
         self.plan = plan_slots(self.layout.tensors, cache_bytes, self.block_bytes, can_grow=True)
         widest = max(c.slot_bytes for c in self.plan.classes)
         depth = config.queue_depth or min(64, max(4, _IN_FLIGHT_BYTES // widest))
@@ -106,7 +109,7 @@ class StreamingEngine:
             self.layout.tensors,
             slots=self.plan.capacity,
             event_fd=self._event_fd,
-            half_life_batches=config.half_life_tokens,
+            half_life_batches=config.half_life_batches,
             watchdog_ns=int(config.watchdog_s * 1e9),
             serial=not config.overlap,
         )
@@ -151,23 +154,19 @@ class StreamingEngine:
             engine.set_substitute(config.expert_substitute, self.layout.top_k)
 
     async def load_dense(self, on_progress: Callable[[int, int], None]) -> None:
-        """Reads everything that is not an expert into memory of its own.
+        """Brings everything that is not an expert to where the configuration wants it.
+
+        After `set_mapping` of every file.
 
         Raises:
             ReadError: A read failed.
-            MemoryBudgetError: No memory.
+            MemoryBudgetError: No memory, or not as much may be locked.
+            SeamError: Repacking is wanted and this llama.cpp cannot.
         """
         assert self._queue is not None
-        if not self.layout.dense:
-            return
-        self.dense = RangeImage(self.files, self.layout.dense)
-        await self.dense.load(self._queue, on_progress)
-        segments = self.dense.segments()
-        array = (Segment * len(segments))()
-        for i, (file, start, end, address) in enumerate(segments):
-            array[i] = Segment(start=start, end=end, file=file, address=address)
-        if lib.bm_set_segments(self.engine.handle, array, len(segments)):
-            raise MemoryError("bm_set_segments")
+        self.dense = DenseWeights(self._dense_mode, self.layout, self.files)
+        await self.dense.load(self._queue, self._mappings, on_progress)
+        self.dense.attach(self.engine)
 
     @property
     def cache_bytes(self) -> int:
@@ -194,10 +193,11 @@ class StreamingEngine:
 
     def dense_resident(self) -> float | None:
         """Share of the dense weights that is in memory, sampled; None when that is not known."""
-        return None
+        return self.dense.resident_fraction() if self.dense else None
 
     def set_mapping(self, file: int, address: int, length_bytes: int) -> None:
         """Says where llama.cpp has mapped file number `file`."""
+        self._mappings[file] = (address, length_bytes)
         lib.bm_set_mapping(self.engine.handle, file, address, length_bytes)
 
     def start(self) -> None:

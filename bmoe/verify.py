@@ -1,7 +1,8 @@
 """Identity: the same prompt resident and streaming, compared to the last bit of every logit.
 
 It owns the comparison. The resident side is llama.cpp without repacking, since repacked weights round
-differently (docs/seam.md); all else that could change a result is the same on both sides.
+differently (docs/seam.md), or with that of dense weights only where the streaming
+side has it too; all else that could change a result is the same on both sides.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ async def verify(
         BmoeError: As `Session.open` and `Session.generate`.
     """
     say = on_stage or (lambda _: None)
-    say("resident run (repacking off)")
+    repacked = "dense weights repacked" if config.dense_weights == "repack" else "repacking off"
+    say(f"resident run ({repacked})")
     plain = dataclasses.replace(config, mode="resident", repack=False)
     async with await Session.open(plain) as session:
         expected = await trace(session, request)

@@ -36,6 +36,8 @@ class EvictionPolicy(Protocol):
     """Chooses which resident experts to give up."""
 
     name: str
+    half_life_batches: float
+    """The ageing of use counts that it was made for."""
 
     def victims(self, candidates: NDArray[np.int32], count: int, layer: int) -> NDArray[np.int32]:
         """Ranks what to give up.

@@ -125,9 +125,9 @@ class Graphs:
         assert lib.bm_set_segments(self.engine.handle, segment, 1) == 0
         return self._dense
 
-    def weight(self, name: str, shape: tuple[int, int, int], offset: int) -> Node:
+    def weight(self, name: str, shape: tuple[int, int, int], offset: int, kind: int = F32) -> Node:
         """A weight that lies in the image at a byte offset."""
-        t = self._base.ggml_new_tensor_3d(self._context, F32, *shape)
+        t = self._base.ggml_new_tensor_3d(self._context, kind, *shape)
         self._base.ggml_set_name(t, name.encode())
         t.contents.data = self.image.ctypes.data + offset
         return t

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bmoe import llama_library
-from bmoe.budget import CacheBudget, cache_budget, compute_bytes, fixed_bytes, kv_cache_bytes
+from bmoe.budget import (
+    CacheBudget,
+    cache_budget,
+    compute_bytes,
+    dense_memory_bytes,
+    fixed_bytes,
+    kv_cache_bytes,
+)
 from bmoe.io.errors import MemoryBudgetError
+from bmoe.pipeline.native import bind_ggml
 from bmoe.runtime import Context, Model, RuntimeConfig
 from tests.models import tiny_moe
 from tests.runs import layout_of
@@ -61,6 +69,7 @@ def test_compute_buffers_grow_with_the_batch_and_the_context() -> None:
     widest = 4 * (256 + 256 + 256 + 256) + 4 * 256
     assert compute_bytes(layout(), 512) == 512 * (widest * 4 * 11 // 10)
     assert compute_bytes(layout(), 512, 1000) == compute_bytes(layout(), 512) + 512 * 1024 * 2
+    assert compute_bytes(layout(), 512, 0, 8) == compute_bytes(layout(), 512) + 8 * MIB
 
 
 def test_automatic_size_is_what_is_left() -> None:
@@ -78,6 +87,23 @@ def test_a_control_group_that_limits_is_named() -> None:
     words = budget(limited_by_group=True).arithmetic
     assert words is not None
     assert words.startswith("8192 MiB available in the control group - 0 dense")
+
+
+def test_what_the_process_has_already_is_not_counted_twice() -> None:
+    """But no more than a process has before it opens a session."""
+    fresh, later = budget(), budget(own_bytes=30 * MIB)
+    assert 29 * MIB < later.cache_bytes - fresh.cache_bytes <= 30 * MIB
+    assert later.arithmetic is not None
+    assert " - 66 process - " in later.arithmetic
+    assert budget(own_bytes=GIB) == budget(own_bytes=48 * MIB)
+
+
+def test_repacked_tied_embeddings_are_there_twice() -> None:
+    tied = layout_of(gate_model("gemma4"))
+    embeddings = next(t.size_bytes for t in tied.facts.tensors if t.name == "token_embd.weight")
+    assert dense_memory_bytes(tied, "repack") == tied.dense_bytes + embeddings
+    assert dense_memory_bytes(tied, "mmap") == dense_memory_bytes(tied, "anon") == tied.dense_bytes
+    assert dense_memory_bytes(layout(), "repack") == layout().dense_bytes
 
 
 def test_a_ceiling_binds_only_automatic_sizing() -> None:
@@ -133,6 +159,8 @@ def allocated(path: str, context_tokens: int, ubatch_tokens: int) -> tuple[float
     runtime = RuntimeConfig(
         path=path, threads=1, context_tokens=context_tokens, ubatch_tokens=ubatch_tokens, repack=False
     )
+    llama_library.llama()
+    bind_ggml()
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama_library, "_GGML_LOG_LEVEL_WARN", 0)  # every line

@@ -185,7 +185,7 @@ def test_the_defaults_stream_with_everything_on(run: Callable[..., Outcome], fak
     assert config is not None
     assert request is not None
     assert (config.model_path, config.mode, config.overlap, config.direct) == ("m.gguf", "auto", True, True)
-    assert (config.cache_bytes, config.policy, config.io_backend) == (None, "aged", "auto")
+    assert (config.cache_bytes, config.policy, config.io_backend) == (None, "recurring", "auto")
     assert (config.context_tokens, config.ubatch_tokens) == (2048, 512)
     assert config.threads == len(os.sched_getaffinity(0))
     assert (request.prompt, request.n_predict, request.forced, request.ignore_eog) == ("Hi", 128, (), False)

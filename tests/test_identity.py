@@ -69,7 +69,7 @@ def test_threads_overlap_backend_and_page_cache_change_nothing(
     assert_verified(wanted)
 
 
-@pytest.mark.parametrize("policy", ["aged", "lru"])
+@pytest.mark.parametrize("policy", ["aged", "lru", "recurring"])
 def test_both_policies_are_identical(policy: str) -> None:
     assert_verified(config(tiny_moe("Q4_K"), policy=policy), n_predict=24)
 

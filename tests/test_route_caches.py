@@ -166,6 +166,7 @@ class Watching:
     """Evicts by number, and keeps what it was shown."""
 
     name = "watching"
+    half_life_batches = 16.0
 
     def __init__(self, history: UseHistory) -> None:
         self.history = history

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from bmoe.route import RouteTrace, read_trace, viewer
 from bmoe.route.metrics import TokenMetrics
 from bmoe.route.viewer import curves, render
 from tests.route_oracle import MIB, RECORDED, Cell, text_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTILE = "</script><script>alert(1)</script><!--\"'&{{data}}\u2028.gguf"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -190,6 +188,40 @@ def test_a_browser_shows_it_without_errors_and_filters_work(trace: RouteTrace, t
     wrong = browse(page, "layers=5:2")
     assert "a span is N, FIRST:END, FIRST: or :END" in wrong
     assert 'data-errors="0"' in wrong
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_keys_and_scrolling_move_through_the_matrix(tmp_path: Path) -> None:
+    own = read_trace(str(Path(__file__).parent / "data" / "route-smollm2-16x.csv"))
+    page = tmp_path / "page.html"
+    # After the page's own script: what a hand would do, and what is then to be seen.
+    act = """<script>{
+    const box = document.getElementById("scroll"), log = [];
+    const press = key => box.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
+    const say = what => log.push(what + ": " + document.getElementById("detail").textContent);
+    box.focus(); log.push("focus: " + (document.activeElement === box));
+    press("Home"); say("home"); press("ArrowRight"); say("right"); press("ArrowDown"); say("down");
+    press("End"); say("end"); log.push("scrolled: " + (box.scrollTop > 0));
+    box.scrollTop = 0; box.dispatchEvent(new Event("scroll"));
+    press("PageDown"); log.push("page: " + (box.scrollTop >= 0));
+    const out = document.createElement("pre"); out.id = "acted"; out.textContent = log.join("\n");
+    document.body.append(out);
+    }</script>"""
+    text = render(own)
+    page.write_text(
+        text.replace("</body>", act + "</body>") if "</body>" in text else text + act, encoding="utf-8"
+    )
+    shown = browse(page, "phase=decode")
+    found = re.search(r'<pre id="acted">(.*?)</pre>', shown, re.DOTALL)
+    assert found is not None, shown[-1500:]
+    said = dict(line.split(": ", 1) for line in found[1].splitlines())
+    assert said["focus"] == said["scrolled"] == said["page"] == "true"
+    assert said["home"].startswith("step 42, layer 0:")
+    assert said["right"].startswith("step 42, layer 1:")
+    assert said["down"].startswith("step 43, layer 1:")
+    assert said["end"].startswith("turn 1, step 70, layer 1:") or "step 70, layer 1:" in said["end"]
+    assert 'data-errors="0"' in shown
 
 
 @pytest.mark.skipif(

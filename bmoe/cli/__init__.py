@@ -33,12 +33,17 @@ class _Entry(NamedTuple):
 
 _COMMANDS: Final = {
     "bench": _Entry("bmoe.cli.bench", "bench", "Compare ways to run a model, so that others can repeat it."),
+    "chat": _Entry("bmoe.cli.chat", "chat", "Talk to a model."),
     "decode": _Entry("bmoe.cli.decode", "decode", "Generate text from a prompt."),
     "doctor": _Entry("bmoe.cli.doctor", "doctor", "Check this machine, and say what to do about it."),
     "inspect": _Entry("bmoe.cli.inspect", "inspect", "Show what a model file is."),
+    "logs": _Entry("bmoe.cli.logs", "logs_group", "Bring runs' logs together, and ask them."),
     "plan": _Entry("bmoe.cli.plan", "plan", "Work out whether and how a model will run here."),
     "ppl": _Entry("bmoe.cli.ppl", "ppl", "Perplexity of a text, and what lossy levers do to it."),
     "route": _Entry("bmoe.cli.route", "route_group", "Say what a recorded routing means for a cache."),
+    "session": _Entry(
+        "bmoe.cli.session", "session", "Serve a model to a program, over standard input and output."
+    ),
     "synth": _Entry("bmoe.cli.synth", "synth_group", "Write a model to run or test on."),
     "verify": _Entry("bmoe.cli.verify", "verify", "Check that streaming gives exactly what llama.cpp gives."),
 }

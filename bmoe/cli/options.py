@@ -190,7 +190,11 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
             help="Where the weights that are no experts are kept (docs/memory.md).",
         ),
         click.option(
-            "--policy", default="aged", show_default=True, metavar="NAME", help="aged or lru or recurring."
+            "--policy",
+            default="recurring",
+            show_default=True,
+            metavar="NAME",
+            help="aged or lru or recurring: what to give up when the cache is full.",
         ),
         click.option(
             "--io-backend",
@@ -281,7 +285,10 @@ def session_config(ctx: click.Context, **traces: Any) -> SessionConfig:
 
     p = ctx.params
     resident = p.get("resident", False)
-    if resident and (idle := [name for key, name in _STREAMING_ONLY.items() if _is_given(ctx, key)]):
+    idle = [name for key, name in _STREAMING_ONLY.items() if _is_given(ctx, key)]
+    if p["dense_weights"] == "repack":  # llama.cpp can do that too: the run to compare with
+        idle = [name for name in idle if name != "--dense-weights"]
+    if resident and idle:
         raise click.UsageError(f"{', '.join(idle)}: no effect with --resident", ctx)
     if p.get("no_repack") and not resident:
         raise click.UsageError("--no-repack goes with --resident: streaming never repacks", ctx)

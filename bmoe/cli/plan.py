@@ -67,7 +67,9 @@ _ELSEWHERE: Final = (
     show_default=True,
     help="With --simulate: memory for experts; per cent of all of them.",
 )
-@click.option("--policy", default="aged", show_default=True, help="With --simulate: the cache's policy.")
+@click.option(
+    "--policy", metavar="NAME", help="With --simulate: the cache's policy.  [default: the engine's]"
+)
 @click.option(
     "--scale",
     type=click.FloatRange(0.001, 1e6),

@@ -7,12 +7,10 @@ that is the policy's.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bmoe.config import SessionConfig
 from bmoe.pipeline.policy import UseHistory
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from bmoe.pipeline.policy import EvictionPolicy
     from bmoe.route.lookups import Lookups
 
-_DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in fields(SessionConfig)}
-_GROWTH: Final = 2.0 ** (1.0 / float(_DEFAULTS["half_life_tokens"]))
 _RESCALE_ABOVE: Final = 1e200
 
 
@@ -52,6 +48,7 @@ class EnginePolicy:
             layers=look.layers,
         )
         policy = self._make_policy(history)
+        growth = 2.0 ** (1.0 / policy.half_life_batches)
         smallest, used, clock, weight = int(look.size_of.min()), 0, 0, 1.0
         starts, ticks, layers = look.batch_start.tolist(), look.clock.tolist(), look.batch_layer.tolist()
         size = look.size_of
@@ -59,7 +56,7 @@ class EnginePolicy:
             batch = look.entry[starts[b] : starts[b + 1]]
             while clock < ticks[b]:
                 clock += 1
-                weight *= _GROWTH
+                weight *= growth
                 if weight > _RESCALE_ABOVE:
                     history.frequency[:] /= weight
                     weight = 1.0

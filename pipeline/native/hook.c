@@ -383,6 +383,7 @@ BM_API bool bm_eval(struct gg_tensor *t, bool ask, void *userdata) {
         }
     }
     uintptr_t span = e->map_high - e->map_low;
+    if (e->repacked) bm_use_repacked(e, t);
     bool ours = t->op == op_mul_mat_id && swap_op(e, t);
     if ((uintptr_t)t->data - e->map_low < span) rebind(e, t);
     for (int i = ours ? 1 : 0; i < GG_MAX_SRC; i++) /* an optional source in the middle may be missing */

@@ -159,6 +159,7 @@ struct bm_mapping {
     uint64_t length;
 };
 
+struct bm_repacked; /* dense weights in llama.cpp's own layouts */
 struct bm_nest; /* one compute thread's private graph for the stock kernel */
 
 enum { BM_MAX_FILES = 256, BM_MAX_THREADS = 1024 };
@@ -229,6 +230,7 @@ struct bm_engine {
     uintptr_t map_low, map_high;
     struct bm_segment *segments;
     int n_segments;
+    struct bm_repacked *repacked; /* dense.c; owned by the caller, NULL without */
 
     struct bm_node **nodes;       /* [n_tensors] */
     struct { const void *key; int32_t tensor; } *weights; /* hash: weight tensor to index */
@@ -301,6 +303,9 @@ void bm_trace_begin(struct bm_engine *);
 bool bm_trace_asks(struct bm_engine *, const struct gg_tensor *);
 void bm_trace_node(struct bm_engine *, const struct gg_tensor *);
 void bm_node_trace_free(struct bm_engine *);
+
+/* dense.c */
+void bm_use_repacked(struct bm_engine *, struct gg_tensor *node);
 
 /* kernel.c */
 void bm_kernel(struct gg_tensor *dst, int ith, int nth, void *userdata);
