@@ -94,9 +94,14 @@ def run_async(main: Callable[[Interrupts], Coroutine[object, object, int]]) -> i
     """
     import uvloop  # noqa: PLC0415 (only what decodes needs it)
 
-    from bmoe.pipeline.native import lib  # noqa: PLC0415 (same)
+    say_last_words()
+    with Interrupts() as interrupts, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main(interrupts))
+
+
+def say_last_words() -> None:
+    """A crash of native code from here on ends with a line, not in silence."""
+    from bmoe.pipeline.native import lib  # noqa: PLC0415 (only what decodes needs it)
 
     if not faulthandler.is_enabled():  # who wants traces of faults keeps them
         lib.bm_last_words(_LAST_WORDS)
-    with Interrupts() as interrupts, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main(interrupts))
