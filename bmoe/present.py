@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bmoe.records import EffectiveConfig, LoadProgress, LoadReport, RunSummary
+    from bmoe.records import EffectiveConfig, LoadProgress, LoadReport, RunSummary, StepMetrics
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _ENDS: Final = {
     "length": None,
     "eog": "end of generation",
+    "stop": "stop text",
+    "context": "the context is full",
     "forced": "forced tokens used up",
     "cancelled": "cancelled",
     "error": "stopped by an error",
@@ -73,6 +75,7 @@ def _streaming_parts(e: EffectiveConfig) -> str:
             cache + _because(f"auto: {e.cache_arithmetic}" if e.cache_auto and e.cache_arithmetic else None),
             f"policy {e.policy}",
             *((f"dense weights {e.dense_weights}",) if e.dense_weights not in {None, "anon"} else ()),
+            *(("gives memory back",) if e.give_back else ()),
         )
     )
 
@@ -94,6 +97,35 @@ def warnings(effective: EffectiveConfig) -> list[str]:
             "bmoe knows: loading is slower and fills the page cache"
         )
     return [one_line(f"warning: {text}") for text in found]
+
+
+def chat_line(effective: EffectiveConfig, *, think: bool) -> str:
+    """How the model's own template is used, in one line that begins with `chat:`."""
+    e = effective
+    if not e.chat_template:
+        why = _because(e.chat_template_problem)
+        return one_line(f"chat: the model has no template that works{why}: the prompt is used as it is")
+    how = {"template": "by the template's switch", "prefill": "by beginning the answer for the model"}
+    reasoning = f"off, {how.get(e.think_control or '', 'which this model does not offer')}"
+    return f"chat: the model's own template; reasoning {'as the model likes' if think else reasoning}"
+
+
+def live_line(tokens: int, steps: Sequence[StepMetrics]) -> str:
+    """A run that goes on, in one line.
+
+    Args:
+        tokens: Generated so far.
+        steps: The last ones, over which speed and shares are taken; at least one.
+    """
+    n, wall_ns = len(steps), sum(m.wall_ns for m in steps)
+    whole_ns = wall_ns + sum(m.overhead_ns or 0 for m in steps)
+    parts = [_count(tokens, "token"), f"{n / (whole_ns / 1e9):.2f} tok/s"]
+    if lookups := sum(m.lookups or 0 for m in steps):
+        parts.append(f"{100 * sum(m.hits or 0 for m in steps) / lookups:.0f} % hits")
+    if steps[-1].read_bytes is not None:
+        parts.append(f"{sum(m.read_bytes or 0 for m in steps) / n / _MIB:.1f} MiB/token")
+        parts.append(f"stall {100 * sum(m.stall_ns or 0 for m in steps) / wall_ns:.0f} %")
+    return f"decode: {', '.join(parts)}"
 
 
 def stopped_loading(reached: LoadProgress | None, *, wall_ns: int) -> str:
@@ -136,6 +168,8 @@ def _decode(s: RunSummary) -> str:
     parts = [f"{_count(s.tokens, 'token')} in {_seconds(s.decode_ns)}"]
     if s.decode_tokens_per_s is not None:
         parts.append(f"{s.decode_tokens_per_s:.2f} tok/s")
+    if s.shifts:
+        parts.append(f"context shifted {_count(s.shifts, 'time')}")
     if end := _ENDS[s.end]:
         parts.append(end)
     return ", ".join(parts)

@@ -158,12 +158,18 @@ SUMMARY = RunSummary(
 )
 
 
+class Thought(str):
+    """A text of the reasoning."""
+
+    __slots__ = ()
+
+
 class FakeSession:
     """Stands where the class `Session` stands: `open` gives this very object.
 
     Args:
-        script: What `generate` does, in order: yields a text as a token, raises an error, calls a function
-            (which may be a coroutine function); "wait" waits for `cancel`.
+        script: What `generate` does, in order: yields a text or a thought as a token, raises an error, calls
+            a function (which may be a coroutine function); "wait" waits for `cancel`.
         opening: The same for `open`, for errors and functions.
         effective: What runs.
     """
@@ -197,7 +203,7 @@ class FakeSession:
         on_warning: Callable[[str], None] | None = None,
         on_resize: Callable[[CacheResize], None] | None = None,
     ) -> FakeSession:
-        del on_warning, on_resize
+        self.on_warning, self.on_resize = on_warning, on_resize
         self.config = config
         if on_effective is not None:
             on_effective(self.effective)
@@ -228,7 +234,9 @@ class FakeSession:
                     end = "cancelled"
                     raise Cancelled("cancelled")
                 if isinstance(step, str):
-                    yield TokenEvent(index=made, token=100 + made, text=step, metrics=STEP)
+                    thought = step if isinstance(step, Thought) else ""
+                    text = "" if thought else step
+                    yield TokenEvent(index=made, token=100 + made, text=text, reasoning=thought, metrics=STEP)
                     made += 1
                 else:
                     await _do(step)

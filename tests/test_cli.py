@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +20,13 @@ import pytest
 
 import bmoe
 from bmoe.cli import _COMMANDS, _bmoe, decode_run, main
-from bmoe.cli.progress import ProgressDisplay
+from bmoe.cli.progress import ProgressDisplay, StatusLine
 from bmoe.io.errors import FormatError, ReadError
 from bmoe.policies import POLICIES
 from bmoe.present import mode_line, summary_lines
+from bmoe.records import CacheResize
 from bmoe.verify import VerifyReport
-from tests.fakes import EFFECTIVE, LOAD, MIB, RESIDENT, SUMMARY, FakeSession, interrupt_self
+from tests.fakes import EFFECTIVE, LOAD, MIB, RESIDENT, SUMMARY, FakeSession, Thought, interrupt_self
 from tests.test_telemetry import lines
 
 if TYPE_CHECKING:
@@ -130,10 +134,10 @@ def test_without_a_command_help_goes_to_standard_error(run: Callable[..., Outcom
         ([*DECODE, "--overlapp"], "--overlap"),
         ([*DECODE, "-t", "two"], "'two' is not a whole number from 1 to 512"),
         ([*DECODE, "-t", "0"], "'0' is not a whole number from 1 to 512"),
-        ([*DECODE, "-n", "1_0"], "'1_0' is not a whole number"),
-        ([*DECODE, "-n", "-1"], "'-1' is not a whole number"),
-        ([*DECODE, "-n", "٣"], "is not a whole number"),
-        ([*DECODE, "-n", "9" * 5000], "is not a whole number"),
+        ([*DECODE, "-n", "1_0"], "'1_0' is not max or a whole number"),
+        ([*DECODE, "-n", "-1"], "'-1' is not max or a whole number"),
+        ([*DECODE, "-n", "٣"], "is not max or a whole number"),
+        ([*DECODE, "-n", "9" * 5000], "is not max or a whole number"),
         ([*DECODE, "--cache-mb", "1.5"], "'1.5' is not auto or a whole number from 1 to"),
         ([*DECODE, "--cache-mb", ""], "'' is not auto or a whole number"),
         ([*DECODE, "--policy", "best"], "cache policy 'best' is not one of aged, lru"),
@@ -152,6 +156,36 @@ def test_without_a_command_help_goes_to_standard_error(run: Callable[..., Outcom
         ([*DECODE[:3], "-p", ""], "the prompt is empty"),
         ([*DECODE[:3], "-p", "\udcff"], "the prompt given with -p is not UTF-8"),
         ([*DECODE, "--force-tokens", os.devnull], f"--force-tokens {os.devnull}: the text is empty"),
+        ([*DECODE, "--system", "x"], "--system goes with --chat"),
+        ([*DECODE, "--hide-reasoning"], "--hide-reasoning goes with --chat"),
+        ([*DECODE, "--no-think"], "--no-think goes with --chat"),
+        ([*DECODE, "--stop", ""], "a stop string is empty"),
+        ([*DECODE, "--log-layers"], "--log-layers goes with --log-json"),
+        ([*DECODE, "--csv", "-"], "--csv needs a file"),
+        ([*DECODE, "--csv", "a", "--io-trace", "./a"], "--csv and --io-trace are the same file"),
+        ([*DECODE, "--log-json", "a", "--csv", "a"], "--log-json and --csv are the same file"),
+        ([*DECODE, "--resident", "--io-trace", "a"], "traces are of streaming"),
+        ([*DECODE, "--compute-trace", "a", "--compute-trace-layers", "b"], "either by node or by layer"),
+        ([*DECODE, "--progress", "--quiet"], "--progress and --quiet exclude each other"),
+        ([*DECODE, "--metrics-port", "65536"], "'65536' is not a whole number from 0 to 65535"),
+        ([*DECODE, "--drop-cold-experts", "nan"], "'nan' is not a number from 0 to 1"),
+        ([*DECODE, "--drop-cold-experts", "1e-1"], "'1e-1' is not a number from 0 to 1"),
+        ([*DECODE, "--drop-cold-experts", "1.5"], "'1.5' is not a number from 0 to 1"),
+        ([*DECODE, "--expert-substitute", "-1"], "'-1' is not a number from 0 to 100"),
+        (
+            [*DECODE, "--drop-no-renorm", "--drop-in-prefill"],
+            "--drop-no-renorm, --drop-in-prefill: no effect",
+        ),
+        ([*DECODE, "--deterministic-cache"], "--deterministic-cache: no effect without --drop-cold-experts"),
+        ([*DECODE, "--prefetch", "1", "--predict-prefetch"], "prefetch and predict-prefetch exclude"),
+        ([*DECODE, "--route-ahead", "1", "--predict-log"], "route-ahead excludes prefetch"),
+        ([*DECODE, "--route-ahead", "9"], "'9' is not a whole number from 0 to 8"),
+        ([*DECODE, "--resident", "--warm", "auto"], "--warm: no effect with --resident"),
+        ([*DECODE, "--cache-mb", "5", "--cache-ceil-mb", "5"], "--cache-ceil-mb goes with --cache-mb auto"),
+        (
+            [*DECODE, "--dense-weights", "gpu"],
+            "'gpu' is not one of 'anon', 'mmap', 'warm', 'locked', 'repack'",
+        ),
         (["verify", "-m", "m.gguf", "--resident"], "no such option '--resident'"),
     ],
 )
@@ -208,6 +242,32 @@ def test_every_option_reaches_the_configuration(
     assert (config.overlap, config.cache_bytes, config.policy) == (False, 500 * MIB, "lru")
     assert (config.io_backend, config.queue_depth, config.direct) == ("threads", 9, False)
     assert (request.n_predict, request.forced, request.ignore_eog) == (7, (97, 98, 13, 10), True)
+
+
+def test_every_lever_reaches_the_configuration(run: Callable[..., Outcome], fake: FakeSession) -> None:
+    words = (
+        "--cache-ceil-mb 900 --give-back --warm auto --dense-weights locked --drop-cold-experts .75 "
+        "--drop-no-renorm --drop-in-prefill --deterministic-cache --expert-substitute 0.1 --route-ahead 2 "
+        "--replay-routing trace.csv --route-trace r --io-trace i --compute-trace-layers c"
+    )
+    assert run(*DECODE, *words.split()).code == 0
+    c = fake.config
+    assert c is not None
+    assert (c.cache_ceil_bytes, c.give_back, c.warm, c.dense_weights) == (900 * MIB, True, "auto", "locked")
+    assert (c.drop_cold_experts, c.drop_renormalise, c.drop_in_prefill) == (0.75, False, True)
+    assert (c.deterministic_cache, c.expert_substitute, c.route_ahead) == (True, 0.1, 2)
+    assert (c.replay_routing, c.route_trace, c.io_trace) == ("trace.csv", "r", "i")
+    assert (c.compute_trace, c.compute_trace_layers, c.layer_metrics) == (None, "c", False)
+    assert run(*DECODE, "--prefetch", "2", "--compute-trace", "c").code == 0
+    assert (fake.config.prefetch_layers, fake.config.compute_trace) == (2, "c")  # type: ignore[union-attr]  # it ran
+    assert run(*DECODE, "--predict-prefetch", "--predict-log").code == 0
+
+
+def test_as_many_tokens_as_the_context_holds(run: Callable[..., Outcome], fake: FakeSession) -> None:
+    assert run(*DECODE, "-n", "max", "--stop", "a", "--stop", "b", "--context-shift").code == 0
+    assert fake.request is not None
+    assert (fake.request.n_predict, fake.request.stop) == (None, ("a", "b"))
+    assert fake.request.context_shift
 
 
 @pytest.mark.parametrize(
@@ -366,6 +426,120 @@ def test_faults_of_the_world_are_no_bugs(
     use(FakeSession(opening=[error]))
     outcome = run(*DECODE)
     assert (outcome.code, outcome.error) == (1, message)
+
+
+# --- decode: chat -----------------------------------------------------------------------------------------
+
+TALKING = replace(EFFECTIVE, chat_template=True, think_control="template")
+THINKING = (Thought("Hm\x1b,"), Thought(" yes."), "Hello", "!")
+
+
+def test_a_chat_is_messages_in_the_models_template(
+    run: Callable[..., Outcome], use: Callable[[FakeSession], FakeSession]
+) -> None:
+    session = use(FakeSession(effective=TALKING))
+    outcome = run(*DECODE, "--chat", "--system", "Be brief.")
+    assert session.request is not None
+    assert session.request.prompt is None
+    assert [(m.role, m.content) for m in session.request.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+    ]
+    line = "chat: the model's own template; reasoning as the model likes"
+    assert outcome.err.splitlines()[1] == line
+
+
+def test_reasoning_never_mixes_into_the_answer(
+    run: Callable[..., Outcome], use: Callable[[FakeSession], FakeSession]
+) -> None:
+    use(FakeSession(THINKING, effective=TALKING))
+    outcome = run(*DECODE, "--chat")
+    assert outcome.out == "Hello!\n"
+    assert "\nHm\\x1b, yes.\nprefill: " in outcome.err
+    hidden = run(*DECODE, "--chat", "--hide-reasoning")
+    assert (hidden.out, "yes" in hidden.err) == ("Hello!\n", False)
+
+
+def test_how_reasoning_is_turned_off_is_said(
+    run: Callable[..., Outcome], use: Callable[[FakeSession], FakeSession]
+) -> None:
+    session = use(FakeSession(effective=replace(TALKING, think_control="prefill")))
+    assert (
+        "reasoning off, by beginning the answer for the model\n" in run(*DECODE, "--chat", "--no-think").err
+    )
+    assert session.request is not None
+    assert not session.request.think
+    use(FakeSession(effective=replace(EFFECTIVE, chat_template_problem="no such filter")))
+    assert "chat: the model has no template that works (no such filter):" in run(*DECODE, "--chat").err
+
+
+# --- decode: figures beside the text -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake")
+def test_csv_and_log_have_the_same_tokens(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    files = ("--csv", str(tmp_path / "m.csv"), "--log-json", str(tmp_path / "log"))
+    assert run(*DECODE, *files).code == 0
+    rows = [line for line in (tmp_path / "m.csv").read_text().splitlines() if line[0] != "#"]
+    assert [row.partition(",")[0] for row in rows] == ["step", "1", "2"]
+    assert sum(line["event"] == "token" for line in lines(tmp_path / "log")) == 2
+
+
+def test_a_csv_that_cannot_be_opened_is_reported_before_the_model_loads(
+    run: Callable[..., Outcome], fake: FakeSession, tmp_path: Path
+) -> None:
+    outcome = run(*DECODE, "--csv", str(tmp_path))
+    assert outcome.error == f"{tmp_path}: the figures cannot be written: Is a directory"
+    assert fake.config is None
+
+
+def test_warnings_and_resizes_on_the_way_are_in_the_log(
+    run: Callable[..., Outcome], use: Callable[[FakeSession], FakeSession], tmp_path: Path
+) -> None:
+    def meanwhile() -> None:
+        assert session.on_resize is not None
+        assert session.on_warning is not None
+        session.on_resize(CacheResize(from_bytes=9, cache_bytes=8, reason="asked"))
+        session.on_warning("memory is short")
+
+    session = use(FakeSession(["a", meanwhile, "b"], effective=replace(EFFECTIVE, cache_bytes=MIB)))
+    outcome = run(*DECODE, "--log-json", str(tmp_path / "log"))
+    assert "\nwarning: memory is short\n" in outcome.err
+    found = lines(tmp_path / "log")
+    names = "run_start load warning prefill token cache_resize warning token summary run_end"
+    assert [line["event"] for line in found] == names.split()
+    assert found[5]["cache_bytes"] == 8
+    assert found[6]["message"] == "warning: memory is short"
+
+
+def test_live_figures_are_served_while_it_runs(
+    run: Callable[..., Outcome], use: Callable[[FakeSession], FakeSession], capfd: pytest.CaptureFixture[str]
+) -> None:
+    served: list[str] = []
+
+    def look() -> None:
+        mode, where = capfd.readouterr().err.splitlines()[:2]
+        assert mode.startswith("mode: ")
+        port = int(where.removeprefix("metrics: http://127.0.0.1:").removesuffix("/metrics"))
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            connection.request("GET", "/metrics")
+            served.append(connection.getresponse().read().decode())
+
+    use(FakeSession(["a", "b", look]))
+    assert run(*DECODE, "--metrics-port", "0").code == 0
+    assert '\nbmoe_tokens_total{phase="decode"} 2.0\n' in served[0]
+
+
+def test_a_taken_port_is_reported_before_the_model_loads(
+    run: Callable[..., Outcome], fake: FakeSession
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = run(*DECODE, "--metrics-port", str(port))
+    assert outcome.error.startswith(f"port {port} of 127.0.0.1 is in use")
+    assert (outcome.code, fake.config) == (2, None)
 
 
 # --- decode: the log --------------------------------------------------------------------------------------
@@ -542,6 +716,48 @@ def test_progress_on_a_terminal_is_a_bar_that_leaves_nothing(monkeypatch: pytest
 def test_progress_on_a_terminal_that_can_do_nothing_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert progress(_Terminal(), [0.4]) == "loading: 40 of 160 MiB (25 %)\n"
+
+
+def status(stream: io.StringIO, times: Sequence[float], *, below_text: bool) -> str:
+    """Everything that a status line shows when told at each of the times, then closed."""
+    clock = iter([0.0, *times])
+    line = StatusLine(stream, below_text=below_text, clock=lambda: next(clock))
+    line.open()
+    for i in range(len(times)):
+        line.update(lambda i=i: f"token {i} " + "x" * 99)  # type: ignore[misc]  # a default binds i
+    line.close()
+    line.close()
+    line.update(str)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((20, 10)))
+    monkeypatch.setattr(_Terminal, "fileno", lambda _: 2)
+
+
+@pytest.mark.usefixtures("window")
+def test_the_status_line_is_redrawn_in_place_and_leaves_nothing() -> None:
+    shown = status(_Terminal(), [0.1, 0.4, 0.45, 0.7], below_text=False)
+    assert shown == "\r\x1b[2Ktoken 1 xxxxxxxxxxx\r\x1b[2Ktoken 3 xxxxxxxxxxx\r\x1b[2K"
+    assert status(_Terminal(), [0.1], below_text=False) == ""
+
+
+@pytest.mark.usefixtures("window")
+def test_under_text_of_the_same_terminal_it_has_the_last_row_until_closed() -> None:
+    shown = status(_Terminal(), [0.4], below_text=True)
+    assert shown == (
+        "\n\x1b[1A\x1b7\x1b[1;9r\x1b8"
+        "\x1b7\x1b[10;1H\x1b[2Ktoken 0 xxxxxxxxxxx\x1b8"
+        "\x1b7\x1b[r\x1b[10;1H\x1b[2K\x1b8"
+    )
+
+
+def test_without_a_terminal_the_status_is_a_line_every_few_seconds() -> None:
+    shown = status(io.StringIO(), [0.4, 3.1, 4.0, 6.2], below_text=False)
+    assert shown.splitlines() == ["token 1 " + "x" * 99, "token 3 " + "x" * 99]
+    assert status(io.StringIO(), [3.1], below_text=True) == ""
 
 
 # --- verify -----------------------------------------------------------------------------------------------

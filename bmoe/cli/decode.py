@@ -5,6 +5,7 @@ Must not know how a run goes: that is decode_run.py.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -27,7 +28,12 @@ _TRACES = ("route_trace", "io_trace", "compute_trace", "compute_trace_layers")
 @model_option
 @prompt_options(required=True)
 @click.option(
-    "-n", "--n-predict", type=Number(0, 1 << 24), default=128, show_default=True, help="Most tokens to make."
+    "-n",
+    "--n-predict",
+    type=Number(0, 1 << 24, word="max"),
+    default=128,
+    show_default=True,
+    help="Most tokens to make; max is as many as the context holds.",
 )
 @session_options(resident=True)
 @sampling_options
@@ -63,6 +69,16 @@ _TRACES = ("route_trace", "io_trace", "compute_trace", "compute_trace_layers")
 @click.option("--io-trace", metavar="PATH", help="Record every read.")
 @click.option("--compute-trace", metavar="PATH", help="Record the time of every graph node. Slow.")
 @click.option("--compute-trace-layers", metavar="PATH", help="Record the time of every layer.")
+@click.option(
+    "--metrics-port",
+    type=Number(0, 65535),
+    help="Serve live figures for Prometheus on this port of 127.0.0.1; 0 picks a free one.",
+)
+@click.option(
+    "--progress",
+    is_flag=True,
+    help="Show a status line while decoding even if the text is on the same terminal or there is none.",
+)
 @click.option("--quiet", is_flag=True, help="Nothing on standard error but errors.")
 @click.pass_context
 def decode(ctx: click.Context, /, **_: Any) -> int:
@@ -78,7 +94,14 @@ def decode(ctx: click.Context, /, **_: Any) -> int:
         raise click.UsageError(f"--{idle[0].replace('_', '-')} goes with --chat", ctx)
     if not p["chat"] and not p["think"]:
         raise click.UsageError("--no-think goes with --chat", ctx)
+    if p["progress"] and p["quiet"]:
+        raise click.UsageError("--progress and --quiet exclude each other", ctx)
+    if p["log_layers"] and p["log_json"] is None:
+        raise click.UsageError("--log-layers goes with --log-json", ctx)
+    if p["csv"] == "-":
+        raise click.UsageError("--csv needs a file: figures do not go to standard output", ctx)
     traces = {name: p[name] for name in _TRACES}
+    _check_outputs(ctx)
     if p["resident"] and any(traces.values()):
         raise click.UsageError("traces are of streaming: they do not go with --resident", ctx)
     config = session_config(ctx, layer_metrics=p["log_layers"], **traces)
@@ -104,8 +127,23 @@ def decode(ctx: click.Context, /, **_: Any) -> int:
         stop=p["stop"],
         context_shift=p["context_shift"],
         csv_path=p["csv"],
+        metrics_port=p["metrics_port"],
+        progress=p["progress"],
         argv=tuple(ctx.obj or ()),
         log_target=p["log_json"],
         quiet=p["quiet"],
     )
     return run_decode(job)
+
+
+def _check_outputs(ctx: click.Context) -> None:
+    """No two outputs may be one file: each would overwrite the other."""
+    seen: dict[str, str] = {}
+    for name in ("log_json", "csv", *_TRACES):
+        path = ctx.params[name]
+        if path is None or (name == "log_json" and path == "-"):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        other = seen.setdefault(os.path.realpath(path), option)
+        if other != option and not path.startswith("/dev/"):
+            raise click.UsageError(f"{other} and {option} are the same file", ctx)

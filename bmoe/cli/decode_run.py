@@ -1,7 +1,7 @@
 """One run of `bmoe decode`: open, generate, show and log, and end in order whatever happens.
 
-Owns what is shown and logged when, and the exit code. Must not know how tokens are made (session.py), the
-words (present.py), the log's format (telemetry.py) or signals (interrupts.py).
+Owns what is shown and recorded when, and the exit code. Must not know how tokens are made (session.py), the
+words (present.py), where figures go (run_outputs.py) or signals (interrupts.py).
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ import os
 import select
 import sys
 import time
+from collections import deque
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bmoe import present
 from bmoe.chat.messages import Message
 from bmoe.cli import BROKEN_PIPE_EXIT
 from bmoe.cli.interrupts import run_async
-from bmoe.cli.progress import ProgressDisplay
+from bmoe.cli.progress import ProgressDisplay, StatusLine
+from bmoe.cli.run_outputs import RunOutputs
 from bmoe.config import MIB, GenerateRequest, Sampling
 from bmoe.io.errors import BmoeError, Cancelled, FileError
-from bmoe.metrics_csv import MetricsCsv
 from bmoe.pipeline.native import GUESSES
 from bmoe.session import Session
-from bmoe.telemetry import open_run_log, without_prompt
+from bmoe.telemetry import without_prompt
 
 if TYPE_CHECKING:
     from bmoe.cli.interrupts import Interrupts
     from bmoe.config import SessionConfig
-    from bmoe.records import CacheResize, EffectiveConfig, LoadProgress, PrefillProgress
-    from bmoe.telemetry import RunLog
+    from bmoe.records import CacheResize, EffectiveConfig, LoadProgress, PrefillProgress, StepMetrics
 
 _WRITABLE_POLL_S: Final = 0.02
+# Tokens that the status line looks back at.
+_LIVE_TOKENS: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,7 @@ class DecodeJob:
     Attributes:
         config: The session.
         prompt: Raw text, or with `chat` a user's message.
-        n_predict: Most tokens.
+        n_predict: Most tokens; None is as many as the context holds.
         forced_text: Text whose tokens are fed instead of the model's choices, or None.
         ignore_eog: Go on past the end of generation.
         argv: The command line, for the log.
@@ -57,11 +60,13 @@ class DecodeJob:
         stop: Texts that end the answer.
         context_shift: A full context forgets.
         csv_path: Figures per token, or None.
+        metrics_port: Where live figures are served; None serves none.
+        progress: Show a status line wherever that can be done; by default only on a terminal of its own.
     """
 
     config: SessionConfig
     prompt: str
-    n_predict: int
+    n_predict: int | None
     forced_text: str | None
     ignore_eog: bool
     argv: tuple[str, ...]
@@ -75,6 +80,8 @@ class DecodeJob:
     stop: tuple[str, ...] = ()
     context_shift: bool = False
     csv_path: str | None = None
+    metrics_port: int | None = None
+    progress: bool = False
 
 
 def run_decode(job: DecodeJob) -> int:
@@ -87,27 +94,32 @@ def run_decode(job: DecodeJob) -> int:
         BmoeError: What went wrong; shown by who calls.
         BrokenPipeError: The reader of the text is gone.
     """
-    log = open_run_log(job.log_target, model_path=job.config.model_path)
+    out = RunOutputs(
+        log_target=job.log_target,
+        csv_path=job.csv_path,
+        metrics_port=job.metrics_port,
+        model_path=job.config.model_path,
+    )
     code = 1
     try:
-        code = run_async(lambda interrupts: _DecodeRun(job, log, interrupts).run())
+        code = run_async(lambda interrupts: _DecodeRun(job, out, interrupts).run())
     except BrokenPipeError:
         code = BROKEN_PIPE_EXIT
         raise
     except BaseException as error:
         code = error.exit_code if isinstance(error, BmoeError) else code
-        log.error(error)  # noqa: TRY400 (a RunLog is no logging.Logger)
+        out.log.error(error)  # noqa: TRY400 (a RunLog is no logging.Logger)
         raise
     finally:
-        log.run_end(code)
-        log.close()
+        out.log.run_end(code)
+        out.close()
     return code
 
 
 class _DecodeRun:
-    def __init__(self, job: DecodeJob, log: RunLog, interrupts: Interrupts) -> None:
+    def __init__(self, job: DecodeJob, out: RunOutputs, interrupts: Interrupts) -> None:
         self._job = job
-        self._log = log
+        self._out = out
         self._interrupts = interrupts
         self._stderr = None if job.quiet else sys.stderr
         self._text_fd: int | None = None if job.log_target == "-" else sys.stdout.fileno()
@@ -116,9 +128,8 @@ class _DecodeRun:
         self._started = False
         self._warnings: list[str] = []
         self._reasoning_shown = ""
-        self._csv = (
-            MetricsCsv(job.csv_path, model_path=job.config.model_path) if job.csv_path is not None else None
-        )
+        self._recent: deque[StepMetrics] = deque(maxlen=_LIVE_TOKENS)
+        self._status = self._status_line()
         interrupts.on_exit = self._leave
 
     async def run(self) -> int:
@@ -130,8 +141,6 @@ class _DecodeRun:
             return await self._generate(session)
         finally:
             await session.aclose()
-            if self._csv is not None:
-                self._csv.close()
 
     async def _open(self) -> Session | None:
         """The session; None after a signal."""
@@ -142,6 +151,8 @@ class _DecodeRun:
         def on_effective(effective: EffectiveConfig) -> None:
             self._warnings += present.warnings(effective)
             self._show(present.mode_line(effective), *present.warnings(effective))
+            if self._out.metrics_url is not None:
+                self._show(f"metrics: {self._out.metrics_url}")
 
         def on_progress(progress: LoadProgress) -> None:
             nonlocal reached
@@ -186,13 +197,11 @@ class _DecodeRun:
             ignore_eog=job.ignore_eog,
         )
         if job.chat:
-            self._say_how_it_chats(session)
+            self._show(present.chat_line(session.effective, think=job.think))
         self._log_start(session, request)
-        self._log.load(session.load_report)
+        self._out.load(job.config, session.effective, session.load_report, request)
         for warning in self._warnings:
-            self._log.warning(warning)
-        if self._csv is not None:
-            self._csv.begin(job.config, session.effective, session.load_report, request)
+            self._out.warning(warning)
         try:
             await self._stream(session, request)
         except Cancelled:
@@ -215,16 +224,18 @@ class _DecodeRun:
             async with aclosing(generated) as events:
                 async for event in events:
                     display.close()
+                    self._status.open()
                     self._log_prefill(session)
-                    if await self._wait_writable(self._log.fd):
-                        self._log.token(event, turn=0)
-                    if self._csv is not None:
-                        self._csv.token(event)
+                    await self._wait_writable(self._out.log.fd)
+                    self._out.token(event)
                     self._show_reasoning(event.reasoning)
                     if event.text and await self._wait_writable(self._text_fd):
                         self._write_text(event.text)
+                    self._recent.append(event.metrics)
+                    self._status.update(partial(present.live_line, event.index + 1, self._recent))
         finally:
             display.close()
+            self._status.close()
 
     async def _wait_writable(self, fd: int | None) -> bool:
         """Waits until a small write does not block. False without a destination.
@@ -263,9 +274,7 @@ class _DecodeRun:
         self._log_prefill(session)
         if session.summary is not None:
             self._show_reasoning("", end=True)
-            self._log.summary(session.summary)
-            if self._csv is not None:
-                self._csv.summary(session.summary, cycle_bytes=session.effective.cycle_bytes)
+            self._out.summary(session.summary)
             self._show(*present.summary_lines(session.summary, session.load_report))
             if session.config.predict_log and session.streaming is not None:
                 engine = session.streaming.engine
@@ -277,20 +286,22 @@ class _DecodeRun:
             return (user,)
         return (Message(role="system", content=self._job.system), user)
 
-    def _say_how_it_chats(self, session: Session) -> None:
-        e = session.effective
-        if not e.chat_template:
-            why = f": {e.chat_template_problem}" if e.chat_template_problem else ""
-            self._on_warning(f"the model has no chat template{why}; the prompt is used as it is")
-        elif not self._job.think:
-            how = {"template": "by the template's switch", "prefill": "by beginning the answer for the model"}
-            self._show(f"chat: reasoning off, {how.get(e.think_control or '', 'not possible')}")
+    def _status_line(self) -> StatusLine:
+        out = self._stderr
+        shows_reasoning = self._job.chat and self._job.show_reasoning
+        is_terminal = out is not None and out.isatty()
+        below_text = is_terminal and (
+            shows_reasoning or (self._text_fd is not None and os.isatty(self._text_fd))
+        )
+        shown = self._job.progress or (is_terminal and not below_text)
+        return StatusLine(out if shown else None, below_text=below_text)
 
     def _show_reasoning(self, text: str, *, end: bool = False) -> None:
         """Reasoning goes to standard error, dimmed on a terminal; the answer alone is the output."""
         out = self._stderr
         if out is None or not self._job.show_reasoning or not (text or (end and self._reasoning_shown)):
             return
+        self._status.hide()
         shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
         self._reasoning_shown = (self._reasoning_shown + shown)[-1:]
         if end:
@@ -301,13 +312,11 @@ class _DecodeRun:
     def _log_prefill(self, session: Session) -> None:
         if not self._prefill_logged:
             self._prefill_logged = True
-            self._log.prefill(session.prefill_metrics)
-            if self._csv is not None:
-                self._csv.prefill(session.prefill_metrics)
+            self._out.prefill(session.prefill_metrics)
 
     def _log_start(self, session: Session | None, request: GenerateRequest | None) -> None:
         self._started = True
-        self._log.run_start(
+        self._out.log.run_start(
             requested=self._job.config,
             effective=session.effective if session else None,
             request=request,
@@ -319,22 +328,24 @@ class _DecodeRun:
         line = present.one_line(f"warning: {text}")
         self._show(line)
         if self._started:
-            self._log.warning(line)
+            self._out.warning(line)
         else:
             self._warnings.append(line)
 
     def _on_resize(self, resize: CacheResize) -> None:
         if self._started:
-            self._log.cache_resize(resize)
+            self._out.cache_resize(resize)
 
     def _leave(self, exit_code: int) -> None:
         """The log's end when the process cannot wait for this run; on another thread."""
         if not self._started:
             self._log_start(None, None)
-        self._log.run_end(exit_code)
+        self._out.log.run_end(exit_code)
+        self._status.close()
 
     def _show(self, *lines: str) -> None:
         if self._stderr is not None:
+            self._status.hide()
             self._stderr.write("".join(f"{line}\n" for line in lines))
             self._stderr.flush()
 
