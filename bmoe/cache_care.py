@@ -87,7 +87,11 @@ class CacheCare:
     def _start_watch(self) -> None:
         self._sensor = PressureSensor()
         floor = self._config.cache_floor_bytes
-        limits = GovernorLimits.leaving(max(_LEAST_FLOOR_BYTES, floor or 0))
+        mapped = self._config.dense_weights in {"mmap", "warm"}  # page cache that is needed, not room
+        limits = GovernorLimits.leaving(
+            max(_LEAST_FLOOR_BYTES, floor or 0),
+            reserve_bytes=self._streaming.layout.dense_bytes if mapped else 0,
+        )
         most = self._streaming.cache_bytes
         least = min(most, max(self._streaming.least_bytes, 64 * MIB))
 

@@ -101,7 +101,7 @@ def log_lines() -> Iterator[list[str]]:
         yield lines
     finally:
         with _lock:
-            _sinks.remove(lines)
+            _sinks[:] = [sink for sink in _sinks if sink is not lines]  # lists compare by content
 
 
 def _on_log(level: int, text: bytes, _: object) -> None:

@@ -24,7 +24,7 @@ from bmoe.dialogue import Dialogue
 from bmoe.generation import Generation
 from bmoe.gguf_file import read_gguf
 from bmoe.io.errors import BmoeError, Cancelled, SeamError, StallError, UsageError
-from bmoe.io.memory_figures import available_bytes
+from bmoe.io.memory_figures import available_bytes, process_memory
 from bmoe.io.scheduling import set_slice_ns
 from bmoe.llama_library import bound_spinning, llama
 from bmoe.model import lay_out
@@ -243,7 +243,13 @@ class Session:
             available_bytes=available_bytes(),
             context_tokens=config.context_tokens,
             ubatch_tokens=runtime.ubatch_tokens,
+            ceil_bytes=config.cache_ceil_bytes,
+            threads=runtime.threads,
+            own_bytes=process_memory().anon_bytes or 0,
+            dense_weights=config.dense_weights,
         )
+        if budget.warning:
+            self._warn(budget.warning)
         await streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
         if _traced(config):
             self.traces = Traces(config, streaming)

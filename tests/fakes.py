@@ -186,6 +186,7 @@ class FakeSession:
         self.summary: RunSummary | None = None
         self.prefill_metrics: list[StepMetrics] = []
         self.model = self
+        self.streaming = None
         self.config: SessionConfig | None = None
         self.request: GenerateRequest | None = None
         self.closed = False

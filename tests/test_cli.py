@@ -159,7 +159,7 @@ def test_without_a_command_help_goes_to_standard_error(run: Callable[..., Outcom
         ([*DECODE, "--system", "x"], "--system goes with --chat"),
         ([*DECODE, "--hide-reasoning"], "--hide-reasoning goes with --chat"),
         ([*DECODE, "--no-think"], "--no-think goes with --chat"),
-        ([*DECODE, "--stop", ""], "a stop string is empty"),
+        ([*DECODE, "--stop", ""], "--stop: the text is empty"),
         ([*DECODE, "--log-layers"], "--log-layers goes with --log-json"),
         ([*DECODE, "--csv", "-"], "--csv needs a file"),
         ([*DECODE, "--csv", "a", "--io-trace", "./a"], "--csv and --io-trace are the same file"),

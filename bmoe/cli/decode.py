@@ -94,6 +94,8 @@ def decode(ctx: click.Context, /, **_: Any) -> int:
         raise click.UsageError(f"--{idle[0].replace('_', '-')} goes with --chat", ctx)
     if not p["chat"] and not p["think"]:
         raise click.UsageError("--no-think goes with --chat", ctx)
+    if not all(p["stop"]):
+        raise click.UsageError("--stop: the text is empty", ctx)
     if p["progress"] and p["quiet"]:
         raise click.UsageError("--progress and --quiet exclude each other", ctx)
     if p["log_layers"] and p["log_json"] is None:

@@ -22,6 +22,9 @@ static int32_t block_of(const char *name) {
     return *end ? -1 : (int32_t)n;
 }
 
+/* What comes after the last layer: its nodes are called result_norm and result_output. */
+static bool is_result(const char *name) { return !strncmp(name, "result_", 7); }
+
 static void row(struct bm_engine *e, const char *name, int32_t op, int32_t layer) {
     struct bm_node_trace *r = &e->node_trace;
     if (r->n == r->cap) {
@@ -49,7 +52,7 @@ void bm_trace_begin(struct bm_engine *e) {
 bool bm_trace_asks(struct bm_engine *e, const struct gg_tensor *t) {
     struct bm_node_trace *r = &e->node_trace;
     if (r->mode == BM_TRACE_NODES) return true;
-    int32_t block = block_of(t->name);
+    int32_t block = is_result(t->name) ? INT32_MAX : block_of(t->name);
     if (block < 0 || block <= r->asked) return false;
     r->asked = block;
     return true;
@@ -61,7 +64,10 @@ void bm_trace_node(struct bm_engine *e, const struct gg_tensor *t) {
     int32_t block = block_of(t->name);
     if (r->mode == BM_TRACE_NODES) {
         row(e, t->name, t->op, block);
-    } else if (block > r->segment) {
+        return;
+    }
+    if (is_result(t->name)) block = INT32_MAX;
+    if (block > r->segment) {
         row(e, r->segment < 0 ? "pre" : "blk", -1, r->segment);
         r->segment = block;
     }
