@@ -12,7 +12,7 @@ from typing import Literal
 
 from bmoe.chat.messages import Message  # noqa: TC001 (the records are read at run time too)
 from bmoe.io.errors import UsageError
-from bmoe.policies import DEFAULT_POLICY, policy_named
+from bmoe.policies import DEFAULT_POLICY, half_life_batches, policy_named
 
 Mode = Literal["auto", "stream", "resident"]
 IoBackend = Literal["auto", "uring", "threads"]
@@ -132,7 +132,7 @@ class SessionConfig:
     @property
     def half_life_batches(self) -> float:
         """The ageing that is in effect."""
-        return self.half_life_tokens or policy_named(self.policy).half_life_batches
+        return self.half_life_tokens or half_life_batches(self.policy)
 
     def _check_choices(self) -> None:
         if not self.model_path:

@@ -9,12 +9,15 @@ import numpy as np
 from bmoe.io.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-    from bmoe.pipeline.policy import UseHistory
+    from bmoe.pipeline.policy import EvictionPolicy, UseHistory
 
 
 _CYCLE_DISCOUNT = 0.2
+_HALF_LIFE_BATCHES = 16.0
 _RECURRING_DISCOUNT = 0.3
 # Worth of a count by turns since the last use: three times it at once, half of the surplus 1.5 turns later.
 _RECENT = 1.0 + 2.0 * 2.0 ** (-np.arange(64) / 1.5)
@@ -43,7 +46,7 @@ class AgedFrequency:
     """
 
     name = "aged"
-    half_life_batches = 16.0
+    half_life_batches = _HALF_LIFE_BATCHES
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -85,7 +88,7 @@ class LeastRecentlyUsed:
     """Gives up the experts used longest ago; within one batch, the earliest layer's first."""
 
     name = "lru"
-    half_life_batches = 16.0
+    half_life_batches = _HALF_LIFE_BATCHES
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -98,15 +101,15 @@ class LeastRecentlyUsed:
 
 
 DEFAULT_POLICY = RecurringFrequency.name
-POLICIES: dict[str, type[AgedFrequency | LeastRecentlyUsed | RecurringFrequency]] = {
+POLICIES: dict[str, Callable[[UseHistory], EvictionPolicy]] = {
     AgedFrequency.name: AgedFrequency,
     LeastRecentlyUsed.name: LeastRecentlyUsed,
     RecurringFrequency.name: RecurringFrequency,
 }
 
 
-def policy_named(name: str) -> type[AgedFrequency | LeastRecentlyUsed | RecurringFrequency]:
-    """The class of a policy: called with a history, it makes one.
+def policy_named(name: str) -> Callable[[UseHistory], EvictionPolicy]:
+    """The maker of a policy.
 
     Raises:
         UsageError: No such policy; the message lists them.
@@ -114,3 +117,8 @@ def policy_named(name: str) -> type[AgedFrequency | LeastRecentlyUsed | Recurrin
     if name not in POLICIES:
         raise UsageError(f"cache policy {name!r} is not one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
+
+
+def half_life_batches(name: str) -> float:
+    """The ageing of use counts that a policy was tuned with; see `policy_named` for errors."""
+    return float(getattr(policy_named(name), "half_life_batches", _HALF_LIFE_BATCHES))

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from bmoe.present import mib, mode_line, one_line, stopped_loading, summary_lines, warnings
-from bmoe.records import LoadProgress, LoadReport
-from tests.fakes import EFFECTIVE, LOAD, MIB, RESIDENT, SUMMARY
+from bmoe.present import (
+    _ENDS,
+    chat_line,
+    live_line,
+    mib,
+    mode_line,
+    one_line,
+    stopped_loading,
+    summary_lines,
+    warnings,
+)
+from bmoe.records import End, LoadProgress, LoadReport
+from tests.fakes import EFFECTIVE, LOAD, MIB, RESIDENT, RESIDENT_STEP, STEP, SUMMARY
 
 MODEL = "Some Model: qwen3moe, 4000 MiB, 12 layers of 128 experts, top 8"
 
@@ -138,3 +149,32 @@ def test_a_stopped_load_says_how_far_it_came() -> None:
         stopped_loading(reached, wall_ns=250_000_000) == "stopped while loading: 40 of 160 MiB read in 0.25 s"
     )
     assert stopped_loading(None, wall_ns=0) == "stopped while loading: nothing read in 0.00 s"
+
+
+@pytest.mark.parametrize(("end", "words"), [("stop", "stop text"), ("context", "the context is full")])
+def test_every_end_has_words(end: End, words: str) -> None:
+    assert summary_lines(replace(SUMMARY, end=end), LOAD)[1].endswith(f", {words}")
+    assert {*get_args(End)} == {*_ENDS}
+
+
+def test_a_run_that_is_not_like_others_says_so_in_the_mode_line() -> None:
+    line = mode_line(replace(EFFECTIVE, traced="read trace", lossy="top 4 instead of 8", give_back=True))
+    assert "; gives memory back; " in line
+    assert line.endswith("; traced, so slower than otherwise: read trace; LOSSY: top 4 instead of 8")
+
+
+def test_the_live_line_is_about_the_last_tokens() -> None:
+    step = replace(STEP, wall_ns=40_000_000, stall_ns=10_000_000, overhead_ns=10_000_000)
+    assert live_line(57, [step, replace(step, hits=96, read_bytes=0)]) == (
+        "decode: 57 tokens, 20.00 tok/s, 88 % hits, 30.0 MiB/token, stall 25 %"
+    )
+    assert live_line(1, [replace(RESIDENT_STEP, overhead_ns=None)]) == "decode: 1 token, 20.00 tok/s"
+
+
+def test_the_chat_line_says_how_reasoning_is_turned_off() -> None:
+    talking = replace(EFFECTIVE, chat_template=True, think_control="template")
+    assert chat_line(talking, think=True) == "chat: the model's own template; reasoning as the model likes"
+    assert chat_line(talking, think=False).endswith("reasoning off, by the template's switch")
+    never = replace(talking, think_control="none")
+    assert chat_line(never, think=False).endswith("reasoning off, which this model does not offer")
+    assert chat_line(EFFECTIVE, think=True).startswith("chat: the model has no template that works: ")
