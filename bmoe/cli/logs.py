@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MIB: Final = 1 << 20
 _NAMED: Final = 5  # files named in a note
 # In a module of their own, which imports nothing until one of them runs.
-_ELSEWHERE: Final = {name: "bmoe.cli.logs_report" for name in ("show", "report", "compare")}
+_ELSEWHERE: Final = dict.fromkeys(("show", "report", "compare"), "bmoe.cli.logs_report")
 
 
 class _Group(click.Group):
