@@ -230,20 +230,20 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 def without_prompt(argv: Iterable[str]) -> list[str]:
-    """A command line with the text given to -p or --prompt left out."""
+    """A command line with the texts given to -p, --prompt and --system left out."""
     shown: list[str] = []
     is_text = False
     for word in argv:
         if is_text:
             shown.append("<prompt>")
             is_text = False
-        elif word.startswith("--prompt="):
-            shown.append("--prompt=<prompt>")
+        elif word.startswith(("--prompt=", "--system=")):
+            shown.append(f"{word.partition('=')[0]}=<prompt>")
         elif word.startswith("-p") and word != "-p":
             shown.append("-p<prompt>")
         else:
             shown.append(word)
-            is_text = word in {"-p", "--prompt"}
+            is_text = word in {"-p", "--prompt", "--system"}
     return shown
 
 

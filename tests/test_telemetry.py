@@ -144,7 +144,15 @@ def test_the_log_knows_the_prompt_only_by_its_digest(log: RunLog, log_path: Path
 
 
 @pytest.mark.parametrize(
-    "words", [["-p", "a secret"], ["-pa secret"], ["--prompt", "a secret"], ["--prompt=a secret"]]
+    "words",
+    [
+        ["-p", "a secret"],
+        ["-pa secret"],
+        ["--prompt", "a secret"],
+        ["--prompt=a secret"],
+        ["--system", "a secret"],
+        ["--system=a secret"],
+    ],
 )
 def test_no_spelling_of_the_option_lets_the_prompt_through(words: list[str]) -> None:
     assert "secret" not in " ".join(without_prompt(["decode", *words, "-n", "3"]))
