@@ -1,16 +1,20 @@
-"""Ingestion: every whole line arrives once, what is none is kept and located, whatever happens to the file."""
+"""Ingestion: every whole line arrives once, what is none is kept and located, whatever becomes of the file."""
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import json
 import os
 import random
+import re
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -441,6 +445,10 @@ def test_what_is_whole_of_an_archive_is_kept(store: LogStore, tmp_path: Path, pa
     assert "broken here" in rejects(store)[-1][2]
 
 
+FOLDER = tempfile.TemporaryDirectory()  # of the examples, which a fixture would not be anew for
+atexit.register(FOLDER.cleanup)
+
+
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_in_any_soup_of_lines_each_is_stored_known_or_rejected(data: st.DataObject) -> None:
@@ -461,7 +469,7 @@ def test_in_any_soup_of_lines_each_is_stored_known_or_rejected(data: st.DataObje
     cut = data.draw(st.integers(0, len(content)))
     wanted = {line for line in lines if line.decode("utf-8", "replace") in good}
     results = []
-    path = Path(_folder(), "soup")
+    path = Path(FOLDER.name, "soup")
     for parts in ([content], [content[:cut], content]):
         with open_logs(":memory:", read_only=False) as store:
             total = IngestReport()
@@ -482,18 +490,6 @@ def test_in_any_soup_of_lines_each_is_stored_known_or_rejected(data: st.DataObje
     assert results[0] == results[1]
 
 
-def _folder() -> str:
-    import tempfile
-
-    global _made
-    if _made is None:
-        _made = tempfile.TemporaryDirectory()
-    return str(_made.name)
-
-
-_made: Any = None
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     value=st.one_of(
@@ -510,7 +506,7 @@ _made: Any = None
 def test_no_value_is_lost_on_the_way(value: Any, name: str) -> None:
     """A figure arrives as it is, rounded at most, or its line is rejected."""
     line = Log().token(0, **{name: value})
-    path = Path(_folder(), "value")
+    path = Path(FOLDER.name, "value")
     path.write_text(line + "\n")
     with open_logs(":memory:", read_only=False) as store:
         found = ingest(store, [str(path)])
@@ -738,8 +734,6 @@ def test_queries_reach_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_database_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:
-    import duckdb
-
     with pytest.raises(FileError, match="there is no log database"):
         open_logs(str(tmp_path / "none"))
     (tmp_path / "text").write_text("garbage" * 1000)
@@ -800,3 +794,11 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_the_field_dictionary_is_in_the_documentation() -> None:
     assert tables.dictionary() in DOC.read_text(encoding="utf-8")
+
+
+def test_the_queries_in_the_documentation_work(store: LogStore, tmp_path: Path) -> None:
+    ingest(store, [write(tmp_path / "a.jsonl", Log().run(3, layers=2))])
+    [block] = re.findall(r"```sql\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    queries = block.split(";\n")[:-1]
+    assert len(queries) == 6
+    assert [store.sql(query).num_rows > 0 for query in queries] == [False, True, True, True, True, False]

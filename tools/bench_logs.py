@@ -4,8 +4,9 @@
 
 Makes three sets of logs of realistic shape: one file of runs of 256 tokens, one of such runs that log their
 layers too (a fifth of the size), and many runs of 12 tokens in a file each. Ingests each in a process of its
-own with one CPU into a new database; then asks those of the first and the last. Timed is `ingest` alone: neither making the logs, which leaves them in
-the page cache, nor starting Python, nor opening; closing, with its checkpoint, is. The last line is JSON.
+own with one CPU into a new database; then asks those of the first and the last. Timed is `ingest`, and closing
+with its checkpoint: neither making the logs, which leaves them in the page cache, nor starting Python, nor
+opening. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _LAYERS = 48
 _QUERIES = {
     "fastest runs": "SELECT run_id, decode_tokens_per_s FROM runs ORDER BY decode_tokens_per_s DESC LIMIT 10",
     "by policy": "SELECT policy, threads, count(*), median(decode_tokens_per_s) FROM runs GROUP BY ALL",
-    "by setting in config": "SELECT config->>'queue_depth' AS depth, avg(decode_tokens_per_s) FROM runs GROUP BY 1",
-    "percentiles of tokens": "SELECT quantile_cont(wall_ns, [0.05, 0.5, 0.95]) FROM steps WHERE phase = 'decode'",
-    "hit rate by run": "SELECT run_id, sum(hits) / sum(lookups) AS h FROM steps GROUP BY 1 ORDER BY h LIMIT 10",
+    "by setting": "SELECT config->>'queue_depth' AS depth, avg(decode_tokens_per_s) FROM runs GROUP BY 1",
+    "percentiles": "SELECT quantile_cont(wall_ns, [0.05, 0.5, 0.95]) FROM steps WHERE phase = 'decode'",
+    "hit rates": "SELECT run_id, sum(hits) / sum(lookups) AS h FROM steps GROUP BY 1 ORDER BY h LIMIT 10",
     "warm-up": "SELECT step, avg(wall_ns) FROM steps WHERE phase = 'decode' GROUP BY 1 ORDER BY 1",
     "one run": "SELECT * FROM steps WHERE run_id = (SELECT max(run_id) FROM runs) ORDER BY step",
     "ends": "SELECT body->>'$.summary.end' AS reason, count(*) FROM events WHERE event = 'summary' GROUP BY 1",

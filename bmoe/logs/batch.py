@@ -1,6 +1,7 @@
 """A batch of lines on its way into the database: read, told apart, compared with what is there, stored.
 
-Owns which lines are the same, and what `runs` says. Must not know files beyond their names, nor when a transaction ends.
+Owns which lines are the same, and what `runs` says. Must not know files beyond their names, nor when a
+transaction ends.
 
 Two lines are the same when the key of their table is (tables.py). The first one stays. A later one that says
 the same is a duplicate and counted; one that says something else is a reject.
@@ -22,6 +23,7 @@ from bmoe.logs.sources import KEPT_CHARS, MAX_LINE_BYTES, TOO_LONG
 from bmoe.logs.tables import EVENTS, REJECTS, RUNS, STEPS, Table
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
@@ -40,6 +42,7 @@ _TYPES: Final = {
 _LINE_END: Final = ord("\n")
 _OBJECT: Final = ord("{")
 _HEAD_BYTES: Final = 100
+_KEPT_ROWS: Final = 50_000  # in lists, which take ten times the memory of tables
 _BLOCK_BYTES: Final = 1 << 18
 _NOT_FOR_DUCKDB: Final = "not JSON, by DuckDB's parser"
 _DIFFERS: Final = "another line says something else about the same"
@@ -158,7 +161,7 @@ class _Lines:
         )
 
     def plain_objects(self) -> NDArray[np.bool_]:
-        """[lines] which begin like JSON objects and are ASCII, which is all that DuckDB is given unchecked."""
+        """[lines] which begin like JSON objects and are ASCII: all that DuckDB is given unchecked."""
         found: NDArray[np.bool_] = self._bytes[self.starts] == _OBJECT
         if self._bytes.max() >= 128:
             found[np.searchsorted(self.ends, np.flatnonzero(self._bytes >= 128))] = False
@@ -202,8 +205,6 @@ class _Batch:
             self._read()
             self._store_rows()
         self._store_rejects()
-        for reject in self._rejects:
-            self._counts.rejected[reject.file] += 1
         return self._counts
 
     def _read(self) -> None:
@@ -224,12 +225,15 @@ class _Batch:
                 self._sql(f"INSERT INTO layer_lines {json_lines.fast_layers_sql('lines')}")
         done = self._column("SELECT i FROM staged UNION ALL SELECT i FROM layer_lines")
         self._counts.lines += len(done)
-        rest = np.ones(len(lines), bool)
+        rest = lines.ends > lines.starts
         rest[done] = False
         self._read_one_by_one(rest, short)
+
+    def _store_csv_rows(self) -> None:
         if self._rows:
             with self._store.lent(csv_rows=arrow_table(STEPS, self._rows, ("i", pa.int32()))):
                 self._sql("INSERT INTO staged BY NAME SELECT * FROM csv_rows")
+            self._rows = []
 
     def _read_one_by_one(self, rest: NDArray[np.bool_], short: NDArray[np.bool_]) -> None:
         """Reads what is left, and gives DuckDB what it should have taken."""
@@ -242,6 +246,10 @@ class _Batch:
             else:
                 good[i] = self._read_json(i, text) if text.startswith(b"{") else self._read_csv(i, text)
             self._counts.lines += 1
+            if len(self._rows) + len(self._rejects) >= _KEPT_ROWS:
+                self._store_csv_rows()
+                self._store_rejects()
+        self._store_csv_rows()
         if not good.any():
             self._sql(
                 "CREATE OR REPLACE TEMP TABLE checked (i INTEGER, j STRUCT(run_id VARCHAR, schema INTEGER))"
@@ -268,8 +276,13 @@ class _Batch:
         if line["event"] in json_lines.ROW_EVENTS:
             return True
         event = {name: line[name] for name in ("run_id", "seq", "event", "mono_ns", "schema")}
-        time = json_lines.time_of(line["time"])
-        self._events.append({"i": i, **event, "time": time, "body": text.decode(), "line": line})
+        event |= {"i": i, "time": json_lines.time_of(line["time"]), "body": text.decode()}
+        # Only what is needed of the object is kept: there may be many.
+        if line["event"] == "run_start":
+            event["columns"] = _as_text(_run_columns(line, event["time"]))
+        elif line["event"] == "run_end":
+            event["exit_code"] = line["exit_code"]
+        self._events.append(event)
         return False
 
     def _read_csv(self, i: int, text: bytes) -> bool:
@@ -284,11 +297,11 @@ class _Batch:
             self._rows.append({"i": i, **found.values})
             run_id = found.values["run_id"]
             if run_id not in self._starts:
-                self._starts[run_id] = reader.start()
+                self._starts[run_id] = _as_text(reader.start())
         elif isinstance(found, CsvSummary):
             event = {"run_id": found.run_id, "seq": found.turn, "event": "summary"}
-            self._events.append({"i": i, **event, "body": json.dumps(found.body), "csv": True})
-            self._starts.setdefault(found.run_id, reader.start())
+            self._events.append({"i": i, **event, "body": json.dumps(found.body)})
+            self._starts.setdefault(found.run_id, _as_text(reader.start()))
         return False
 
     def _reject(self, i: int, reason: str) -> None:
@@ -316,9 +329,9 @@ class _Batch:
     def _store_runs(self) -> None:
         """Makes `known`, the runs of this batch that were there before it, and the others' rows of `runs`."""
         self._sql(
-            "CREATE OR REPLACE TEMP TABLE touched AS SELECT run_id, min(i) AS i, arg_min(schema, i) AS schema FROM "
-            "(SELECT run_id, i, schema FROM staged UNION ALL SELECT run_id, i, schema FROM layer_lines UNION ALL "
-            "SELECT j.run_id, i, j.schema FROM checked WHERE j IS NOT NULL "
+            "CREATE OR REPLACE TEMP TABLE touched AS "
+            "SELECT run_id, min(i) AS i, arg_min(schema, i) AS schema FROM (SELECT run_id, i, schema FROM staged "
+            "UNION ALL SELECT run_id, i, schema FROM layer_lines UNION ALL SELECT j.run_id, i, j.schema FROM checked WHERE j IS NOT NULL "
             "UNION ALL SELECT run_id, i, schema FROM event_rows) GROUP BY run_id"
         )
         self._sql(
@@ -334,7 +347,7 @@ class _Batch:
                 "complete": False,
                 "n_tokens": 0,
                 "decode_ns": 0,
-                **_as_text(self._starts.get(run_id, {})),
+                **self._starts.get(run_id, {}),
             }
             for run_id, i, schema in fresh
         ]
@@ -347,7 +360,8 @@ class _Batch:
         key = ", ".join(STEPS.key)
         self._find_fresh(f"SELECT min(rowid) AS r, {key} FROM staged GROUP BY {key}", "steps", key)
         self._sql(
-            f"INSERT INTO steps SELECT {', '.join(STEPS.names)} FROM staged WHERE rowid IN (SELECT r FROM fresh)"
+            f"INSERT INTO steps SELECT {', '.join(STEPS.names)} FROM staged "
+            "WHERE rowid IN (SELECT r FROM fresh)"
         )
         self._sql(
             "UPDATE runs SET n_tokens = n_tokens + n, decode_ns = decode_ns + ns, "
@@ -377,7 +391,8 @@ class _Batch:
         key = ", ".join(EVENTS.key)
         self._find_fresh(f"SELECT min(i) AS r, {key} FROM event_rows GROUP BY {key}", "events", key)
         self._sql(
-            f"INSERT INTO events SELECT {', '.join(EVENTS.names)} FROM event_rows WHERE i IN (SELECT r FROM fresh)"
+            f"INSERT INTO events SELECT {', '.join(EVENTS.names)} FROM event_rows "
+            "WHERE i IN (SELECT r FROM fresh)"
         )
         stale = "FROM event_rows WHERE i NOT IN (SELECT r FROM fresh)"
         self._count_stale(
@@ -387,16 +402,14 @@ class _Batch:
         fresh = set(self._column("SELECT r FROM fresh").tolist())
         for event in self._events:
             if event["i"] in fresh and event["event"] == "run_start":
-                self._starts[event["run_id"]] = _run_columns(event)
+                self._starts[event["run_id"]] = event["columns"]
             elif event["i"] in fresh and event["event"] == "run_end":
-                self._ends[event["run_id"]] = event["line"]["exit_code"]
+                self._ends[event["run_id"]] = event["exit_code"]
 
     def _sum_up(self) -> None:
         """What `runs` says that only all lines of the run together tell."""
         starts = [
-            {"run_id": run_id, **_as_text(start)}
-            for run_id, start in self._starts.items()
-            if "started_at" in start
+            {"run_id": run_id, **start} for run_id, start in self._starts.items() if "started_at" in start
         ]
         if starts:
             with self._store.lent(new_runs=arrow_table(RUNS, starts)):
@@ -411,15 +424,15 @@ class _Batch:
                 )
         if self._events:
             self._sql(
-                "UPDATE runs SET summary = CASE source WHEN 'bmoe-json' THEN body->'summary' ELSE body END FROM "
-                "(SELECT run_id, arg_max(body, seq) AS body FROM events SEMI JOIN touched USING (run_id) "
+                "UPDATE runs SET summary = CASE source WHEN 'bmoe-json' THEN body->'summary' ELSE body END "
+                "FROM (SELECT run_id, arg_max(body, seq) AS body FROM events SEMI JOIN touched USING (run_id) "
                 "WHERE event = 'summary' GROUP BY run_id) e WHERE runs.run_id = e.run_id"
             )
-        if self._rows or any(event.get("csv") for event in self._events):
+        if any("started_at" not in start for start in self._starts.values()):  # CSVs
             self._sql(
-                "UPDATE runs SET complete = (last = summed_up) FROM (SELECT run_id, max(seq) AS summed_up FROM "
-                "events SEMI JOIN touched USING (run_id) GROUP BY run_id) JOIN (SELECT run_id, max(turn) AS last "
-                "FROM steps SEMI JOIN touched USING (run_id) GROUP BY run_id) s USING (run_id) "
+                "UPDATE runs SET complete = (last = summed_up) FROM "
+                "(SELECT run_id, max(seq) AS summed_up FROM events SEMI JOIN touched USING (run_id) "
+                "GROUP BY run_id) JOIN (SELECT run_id, max(turn) AS last FROM steps SEMI JOIN touched USING (run_id) GROUP BY run_id) s USING (run_id) "
                 "WHERE runs.run_id = s.run_id AND source != 'bmoe-json'"
             )
 
@@ -439,6 +452,8 @@ class _Batch:
         with self._store.lent(new_rejects=arrow_table(REJECTS, rows)):
             key = ", ".join(REJECTS.key)
             self._sql(f"INSERT INTO rejects SELECT * FROM new_rejects ANTI JOIN rejects USING ({key})")
+        self._counts.rejected.update(reject.file for reject in self._rejects)
+        self._rejects = []
 
     def _find_fresh(self, query: str, table: str, key: str) -> None:
         """Makes `fresh`: the first row `r` for every key in the batch that the table does not have."""
@@ -482,14 +497,13 @@ _OBJECTS: Final = ("config", "requested", "machine", "versions")
 _START_COLUMNS: Final = ("started_at", "traced", "prompt_sha256", *_EFFECTIVE, *_OBJECTS)
 
 
-def _run_columns(event: dict[str, Any]) -> dict[str, Any]:
+def _run_columns(line: dict[str, Any], time: dt.datetime | None) -> dict[str, Any]:
     """What a run_start tells `runs`."""
-    line = event["line"]
     effective, prompt = line.get("effective"), line.get("prompt")
     config = effective or {}
     digest = prompt.get("sha256") if isinstance(prompt, dict) else None
     return {
-        "started_at": event["time"],
+        "started_at": time,
         "traced": config["traced"] not in {None, False} if "traced" in config else None,
         "prompt_sha256": digest if isinstance(digest, str) else None,
         "config": effective,
@@ -497,7 +511,7 @@ def _run_columns(event: dict[str, Any]) -> dict[str, Any]:
         **{
             name: value
             for name, type_ in _EFFECTIVE.items()
-            if type(value := config.get(name)) is type_ and (type_ is not int or _fits(name, value))
+            if type(value := config.get(name)) is type_ and (not isinstance(value, int) or _fits(name, value))
         },
     }
 

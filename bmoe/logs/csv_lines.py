@@ -21,6 +21,7 @@ _MS: Final = 1_000_000
 _MOST: Final = (1 << 62) - 1
 _MOST_PREAMBLE_LINES: Final = 64
 _NUMBER: Final = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?", re.ASCII)
+_ROW: Final = re.compile(rf"\s*{_NUMBER.pattern}\s*(?:,\s*{_NUMBER.pattern}\s*)*", re.ASCII)
 _PAIR: Final = re.compile(r"([^\s=]+)=(\S*)")
 # Column of the file: column of the table, factor. Below 0 is unmeasured.
 _FIGURES: Final = {
@@ -102,7 +103,7 @@ class CsvReader:
         self._learn()
 
     def line(self, text: str) -> CsvRow | CsvSummary | str | None:
-        """What a line says: a row, a summary, None for what only tells about other lines, or what is wrong."""
+        """What a line says: a row, a summary, None for what tells about other lines only, or what is wrong."""
         text = text.strip()
         if text.startswith("#"):
             return self._comment(text)
@@ -181,6 +182,14 @@ class CsvReader:
         pairs = {name: value for line in self.session.preamble for name, value in _PAIR.findall(line)}
         self._resident = pairs.get("moe_stream") == "0"
         self._serial = pairs.get("overlap") == "0"
+        header = self.session.header or []
+        self._places = [
+            (header.index(name), column, factor)
+            for name, (column, factor) in _FIGURES.items()
+            if name in header
+        ]
+        self._step_place = header.index("step") if header else 0
+        self._turn_place = header.index("turn") if "turn" in header else None
 
     def _row(self, text: str) -> CsvRow | str:
         session = self.session
@@ -188,35 +197,39 @@ class CsvReader:
         cells = text.split(",")
         if len(cells) != len(session.header):
             return f"the header has {len(session.header)} columns, the line {len(cells)}"
-        bad = next((cell for cell in cells if not _NUMBER.fullmatch(cell.strip())), None)
-        if bad is not None:
+        if not _ROW.fullmatch(text):
+            bad = next(cell for cell in cells if not _NUMBER.fullmatch(cell.strip()))
             return f"{bad[:40]!r} is no number"
-        row = dict(zip(session.header, cells, strict=True))
-        step, turn = _index(row["step"]), _index(row.get("turn", "0"))
+        step = _index(cells[self._step_place])
+        turn = 0 if self._turn_place is None else _index(cells[self._turn_place])
         if step is None or step < 1 or turn is None:
             return "step or turn is no number of its kind"
-        if "turn" not in row:  # a generation begins where the last one was summed up or steps begin anew
+        if self._turn_place is None:  # a generation begins where the last one ended or steps begin anew
             turn = session.turn + (session.summed_up or step <= session.last_step)
-        values = {"turn": turn, "phase": "decode", "step": step - 1, "tokens": 1, **self._figures(row)}
-        if any(value is not None and abs(value) > _MOST for name, value in values.items() if name != "phase"):
+        figures = self._figures(cells)
+        if figures is None:
             return "a number is too large"
         if session.run_id is None:
             first = "\n".join((*session.preamble, ",".join(session.header), text))
             session.run_id = hashlib.sha256(first.encode()).hexdigest()[:32]
         session.summed_up = session.summed_up and turn == session.turn
         session.turn, session.last_step = turn, step
-        return CsvRow(values={"run_id": session.run_id, **values})
+        place = {"run_id": session.run_id, "turn": turn, "phase": "decode", "step": step - 1, "tokens": 1}
+        return CsvRow(values={**place, **figures})
 
-    def _figures(self, row: dict[str, str]) -> dict[str, Any]:
+    def _figures(self, cells: list[str]) -> dict[str, Any] | None:
+        """The row's columns; None if one does not fit."""
         found: dict[str, Any] = {}
-        for name, (column, factor) in _FIGURES.items():
-            if name in row and (value := float(row[name])) >= 0:
-                found[column] = value * factor if column in _RATIOS else round(value * factor)
+        for place, column, factor in self._places:
+            value = float(cells[place]) * factor
+            if value > _MOST:
+                return None
+            if value >= 0:
+                found[column] = value if column in _RATIOS else round(value)
         # What a token that took time cannot have had none of was not measured.
-        if found.get("wall_ns"):
-            if found.get("cpu_ns") == 0:  # getrusage, which counts faults too
-                found["cpu_ns"] = None
-                found["major_faults"] = found.get("major_faults") or None
+        if found.get("wall_ns") and found.get("cpu_ns") == 0:  # getrusage, which counts faults too
+            found["cpu_ns"] = None
+            found["major_faults"] = found.get("major_faults") or None
         if found.get("rss_bytes") == 0:
             found |= dict.fromkeys(("rss_bytes", "rss_anon_bytes", "rss_file_bytes", "swap_bytes"))
         if self._resident:

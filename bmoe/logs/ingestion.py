@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bmoe.logs.store import LogStore
 
 _BATCH_BYTES: Final = READ_BYTES // 2  # so that one piece of a large file is enough: nothing is copied
+_BATCH_LINES: Final = 1 << 20
 _COMMIT_BYTES: Final = 256 << 20  # a large transaction goes to the database without being logged first
 _BATCH_FILES: Final = 2000
 _POLL_S: Final = 0.5
@@ -133,7 +134,7 @@ class _Ingestion:
         self._buffer = bytearray()
         self._pieces: list[FileLines] = []
         self._rejects: list[Reject] = []
-        self._bytes = 0  # in the batch
+        self._bytes = self._lines = 0  # in the batch
         self._uncommitted_bytes = 0
         self._read: dict[str, _Reading] = {}  # files with something in the batch
         self._found = IngestReport()
@@ -179,7 +180,7 @@ class _Ingestion:
                 self._take(piece, reading)
                 reading.record = file.record
                 self._read[file.path] = reading
-                if self._bytes >= _BATCH_BYTES:
+                if self._bytes >= _BATCH_BYTES or self._lines >= _BATCH_LINES:
                     self._flush()
                 progress(file.raw_bytes)
         finally:
@@ -207,6 +208,7 @@ class _Ingestion:
                 )
             )
         self._bytes += len(piece.data)
+        self._lines += piece.lines
         self._add(data_bytes=len(piece.data) + piece.skipped_bytes)
 
     def _flush(self) -> None:
@@ -232,7 +234,8 @@ class _Ingestion:
             duplicates=counts.duplicates.total(),
             rejected=counts.rejected.total(),
         )
-        self._pieces, self._rejects, self._read, self._bytes = [], [], {}, 0
+        self._pieces, self._rejects, self._read = [], [], {}
+        self._bytes = self._lines = 0
         if self._uncommitted_bytes >= _COMMIT_BYTES:
             self._commit()
 

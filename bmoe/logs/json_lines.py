@@ -3,10 +3,10 @@
 Owns which fields become which columns, and what is wrong with a line that is none. Must not know files
 or what is in the database already.
 
-The many lines, `token` and `layer`, are read by DuckDB's own JSON parser where they have exactly the fields of
-their schema. It is fast, and strict but for this: it takes true for 1, so lines are searched for such values;
-a number in quotes for the number, which is let pass; and it rounds fractions, which is done here too, since
-log collectors turn whole numbers into 1.5e9. Whatever it refuses, and every other line, is judged here: that
+The many lines, `token` and `layer`, are read by DuckDB's own JSON parser where they have all fields of their
+schema. It is fast, and strict but for this: it takes true for 1, so lines are searched for such values; a
+number in quotes for the number, which is let pass; and it rounds fractions, which is done here too, since log
+collectors turn whole numbers into 1.5e9. Whatever it refuses, and every other line, is judged here: that
 costs time, never a line.
 """
 
@@ -69,7 +69,7 @@ def _structure(*head: str, metrics: tuple[str, ...] = (), memory: bool = False) 
 
 
 def fast_steps_sql(lines: str, schema: int) -> str:
-    """A query for rows of `steps`, with `i` and `schema` in front, out of those `token` lines that are beyond doubt.
+    """A query for rows of `steps`, with `i` and `schema` in front, out of `token` lines that are beyond doubt.
 
     Args:
         lines: A table (i, text) of ASCII lines.
@@ -84,7 +84,8 @@ def fast_steps_sql(lines: str, schema: int) -> str:
     columns = {"turn": turn, "phase": "'decode'", "step": "j.index", "token": "j.token"}
     columns |= _metric_columns("j.metrics", fields, memory=schema != 1)
     return (
-        f"SELECT i, j.schema AS schema, {_step_columns(columns)} FROM ({_strict(lines, 'token', schema, structure)}) "
+        f"SELECT i, j.schema AS schema, {_step_columns(columns)} "
+        f"FROM ({_strict(lines, 'token', schema, structure)}) "
         f"WHERE {turn} IS NOT NULL AND j.index IS NOT NULL AND j.metrics.tokens IS NOT NULL "
         "AND j.metrics.wall_ns IS NOT NULL"
     )
@@ -95,7 +96,7 @@ def fast_layers_sql(lines: str) -> str:
     structure = {**_structure("turn", "step"), "layers": [_types(*_LAYER)]}
     known = " AND ".join(f"x.{name} IS NOT NULL" for name in _LAYER)
     return (
-        f"SELECT i, j.schema AS schema, j.run_id AS run_id, j.turn AS turn, j.step AS step, j.layers AS layers "
+        "SELECT i, j.schema AS schema, j.run_id AS run_id, j.turn AS turn, j.step AS step, j.layers AS layers "
         f"FROM ({_strict(lines, 'layer', 2, structure)}) WHERE j.turn IS NOT NULL AND j.step IS NOT NULL "
         f"AND len(j.layers) = len(list_filter(j.layers, lambda x: {known}))"
     )
@@ -149,8 +150,8 @@ def checked_steps_sql(checked: str) -> str:
 def checked_layers_sql(checked: str) -> str:
     """A query as `fast_layers_sql`, of a table out of `checked_sql`."""
     return (
-        f"SELECT i, j.schema AS schema, j.run_id AS run_id, coalesce(j.turn, 0) AS turn, j.step AS step, j.layers AS layers "
-        f"FROM {checked} WHERE j.event = 'layer'"
+        "SELECT i, j.schema AS schema, j.run_id AS run_id, coalesce(j.turn, 0) AS turn, j.step AS step, "
+        f"j.layers AS layers FROM {checked} WHERE j.event = 'layer'"
     )
 
 
@@ -198,16 +199,8 @@ def fault_of(line: Any) -> str | None:
     """Why an object is no line of a log, in words; None for one that is."""
     if not isinstance(line, dict) or "event" not in line or "run_id" not in line:
         return "not a line of a run's log: it needs an event and a run_id"
-    schema = line.get("schema")
-    if type(schema) is not int or schema not in SCHEMAS:
-        return f"schema {json.dumps(schema)[:40]} is unknown; known are {' and '.join(map(str, SCHEMAS))}"
-    run_id = line["run_id"]
-    if not isinstance(run_id, str) or not 0 < len(run_id) <= _MOST_ID_CHARS:
-        return f"run_id is not 1 to {_MOST_ID_CHARS} characters"
     event = line["event"]
-    if not isinstance(event, str):
-        return "event is no name"
-    fault = _number_fault(line, _HEAD, "", need=("seq", "mono_ns"))
+    fault = _head_fault(line) or _number_fault(line, _HEAD, "", need=("seq", "mono_ns"))
     if event == "token":
         return (
             fault
@@ -221,6 +214,15 @@ def fault_of(line: Any) -> str | None:
             fault or _number_fault(line, (), "", need=("step",)) or _list_fault(line, "layers", _layer_fault)
         )
     return fault or _time_fault(line.get("time")) or _record_fault(line, event)
+
+
+def _head_fault(line: dict[str, Any]) -> str | None:
+    schema, run_id = line.get("schema"), line["run_id"]
+    if type(schema) is not int or schema not in SCHEMAS:
+        return f"schema {json.dumps(schema)[:40]} is unknown; known are {' and '.join(map(str, SCHEMAS))}"
+    if not isinstance(run_id, str) or not 0 < len(run_id) <= _MOST_ID_CHARS:
+        return f"run_id is not 1 to {_MOST_ID_CHARS} characters"
+    return None if isinstance(line["event"], str) else "event is no name"
 
 
 def _list_fault(line: dict[str, Any], name: str, check: Any) -> str | None:

@@ -27,6 +27,7 @@ READ_BYTES: Final = 64 << 20  # no line that is read is longer
 TOO_LONG: Final = f"longer than {MAX_LINE_BYTES >> 20} MiB"
 KEPT_CHARS: Final = 500  # of a line that is rejected
 _KEPT_BYTES: Final = 4 * KEPT_CHARS
+_MOST_LINES: Final = 1 << 20  # of a piece, since lines take memory even when they are empty
 _UNPACK_BYTES: Final = 4 << 20
 # Input per call, since the output has no limit: a bomb of zstd unpacks this to 128 MiB, one of gzip to 4.
 _PACKED_BYTES: Final = 4 << 10
@@ -188,7 +189,10 @@ class LogFile:
             self.raw_bytes = self.record.bytes_done + size
             end = buffer.rfind(b"\n", 0, size) + 1
             if end:
-                yield self._piece(memoryview(buffer)[:end], lines=buffer.count(b"\n", 0, end))
+                lines = buffer.count(b"\n", 0, end)
+                while lines > _MOST_LINES and (half := buffer.rfind(b"\n", 0, end // 2) + 1):
+                    end, lines = half, buffer.count(b"\n", 0, half)
+                yield self._piece(memoryview(buffer)[:end], lines=lines)
             elif size < len(buffer):
                 if _is_object(data := bytes(buffer[:size])):
                     yield self._piece(data, lines=0)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _MEMORY: Final = ":memory:"
 _EXPORTED: Final = (tables.RUNS, tables.STEPS, tables.LAYERS, tables.EVENTS, tables.REJECTS)
-_CLOSED: Final[dict[str, str]] = {
+_CLOSED: Final[dict[str, str | bool | int | float | list[str]]] = {
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
 # Ingestion needs little memory, whatever there is of it, and is no faster with more threads (measured); fewer
 # checkpoints make it faster.
-_WRITING: Final[dict[str, str]] = {"memory_limit": "512MiB", "wal_autocheckpoint": "128MiB", "threads": "1"}
+_WRITING: Final = {"memory_limit": "512MiB", "wal_autocheckpoint": "128MiB", "threads": "1"}
 _LOCK: Final = "lock"
 _ROWS_AT_ONCE: Final = 100_000
 
