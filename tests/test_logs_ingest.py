@@ -24,8 +24,18 @@ from hypothesis import strategies as st
 from bmoe.cli import main
 from bmoe.config import GenerateRequest, SessionConfig
 from bmoe.io.errors import FileError, UsageError
-from bmoe.logs import IngestReport, LogStore, default_db_path, follow, ingest, open_logs, sources, tables
-from bmoe.records import TokenEvent
+from bmoe.logs import (
+    IngestReport,
+    LogStore,
+    default_db_path,
+    follow,
+    ingest,
+    json_lines,
+    open_logs,
+    sources,
+    tables,
+)
+from bmoe.records import LayerMetrics, TokenEvent
 from bmoe.telemetry import open_run_log
 from tests.fakes import EFFECTIVE, LOAD, RESIDENT, RESIDENT_STEP, STEP, SUMMARY
 
@@ -223,6 +233,28 @@ def test_both_schemas_are_read_however_they_are_spaced(
     assert rows[3]["cache_budget_bytes"] == (1002 if schema == 2 else None)
     assert {rows[3][name] for name in METRICS} == {1002}
     assert count(store, "layers") == (6 if schema == 2 else 0)
+
+
+def test_what_runs_write_is_read_the_fast_way(
+    store: LogStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's own lines of tokens and layers leave DuckDB without a doubt: the speed hangs on that."""
+    doubted: list[str] = []
+
+    def parse(text: bytes) -> Any:
+        line = json.loads(text)
+        doubted.append(line["event"])
+        return line
+
+    monkeypatch.setattr(json_lines, "parse", parse)
+    log = open_run_log(str(tmp_path / "run.jsonl"))
+    layer = LayerMetrics(layer=0, lookups=1, hits=1, read_bytes=0, stall_ns=0, experts_ns=1)
+    for step in (STEP, RESIDENT_STEP, replace(STEP, layers=(layer,))):
+        log.token(TokenEvent(index=log._seq, token=1, text="é", metrics=step))
+    log.warning("x")
+    log.close()
+    assert ingest(store, [str(tmp_path)]).lines == 5
+    assert doubted == ["warning"]
 
 
 def test_memory_and_layers_have_their_places(store: LogStore, tmp_path: Path) -> None:
