@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from bmoe.config import SessionConfig
     from bmoe.streaming import StreamingEngine
 
-# Uses that a share of 1 counts for at first: half of what the aged count settles at.
-_PRIOR_TURNS = 0.5
 _LEAST_FLOOR_BYTES = 256 * MIB
 
 
@@ -68,21 +66,12 @@ class CacheCare:
 
     def _warm_up(self, source: str) -> None:
         streaming = self._streaming
-        engine = streaming.engine
         warm = load_warm_entries(source, streaming.layout, streaming.plan)
         if warm.note is not None:
             self._on_warning(warm.note)
         self.warm_experts = len(warm.entries)
-        settled = _PRIOR_TURNS * self._config.half_life_batches / 0.693 * streaming.layout.top_k
-        for layer, experts in enumerate(engine.layer_experts):
-            first = engine.first_entry[layer]
-            engine.frequency[first : first + experts] = settled * warm.worth[layer, :experts]
-        tensors_of: dict[int, list[int]] = {}
-        for index, tensor in enumerate(engine.tensors):
-            tensors_of.setdefault(tensor.layer, []).append(index)
-        streaming.streamer.preload(
-            [engine.first_slice[t] + expert for layer, expert in warm.entries for t in tensors_of[layer]]
-        )
+        streaming.engine.frequency[:] = warm.frequencies(streaming.layout, self._config.half_life_batches)
+        streaming.streamer.preload(warm.slices(streaming.layout))
 
     def _start_watch(self) -> None:
         self._sensor = PressureSensor()

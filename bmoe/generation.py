@@ -117,7 +117,6 @@ class Generation:
         meter = Meter(session)
         if session.streaming:
             session.streaming.streamer.submit_latencies_ns.clear()
-            session.streaming.streamer.request_bytes.clear()
         self._compute_prompt(prepared.tokens[self._reused_tokens :], meter)
         if session.streaming:
             session.streaming.check_seam()
@@ -170,9 +169,8 @@ class Generation:
         index, token = 0, self._choose(0, sampler)
         while token is not None:
             self._check_cancelled()
-            if context.n_past == context.context_tokens and not self._shift(prepared.keep_tokens):
-                self._end = "context"  # only when as many tokens as fit were asked for
-                break
+            if context.n_past == context.context_tokens:  # without a shift, the last token ended it
+                self._shift(prepared.keep_tokens)
             meter.begin()
             context.decode((token,))
             metrics = meter.end(1)
@@ -208,15 +206,13 @@ class Generation:
             return None
         return token
 
-    def _shift(self, keep: int) -> bool:
-        """Makes room in a full context, if asked for. False when not.
+    def _shift(self, keep: int) -> None:
+        """Makes room in a full context.
 
         Raises:
-            UsageError: Asked for, but this model's memory cannot.
+            UsageError: This model's memory cannot.
         """
         context = self._session.context
-        if not self._request.context_shift:
-            return False
         keep = min(keep, context.n_past - 2)
         if not context.shift(keep, (context.n_past - keep) // 2):
             raise UsageError(
@@ -226,7 +222,6 @@ class Generation:
         self._shifts += 1
         # What was there before is no longer a prefix of anything.
         self.kept_tokens = min(self.kept_tokens or 0, keep)
-        return True
 
     def summary(self, error: BaseException | None) -> RunSummary:
         """What was done, whatever ended it."""

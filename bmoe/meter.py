@@ -82,7 +82,16 @@ class Meter:
             memory = memory_sample(self._session)
         faults = (usage.ru_minflt - self._usage.ru_minflt, usage.ru_majflt - self._usage.ru_majflt)
         if not self._streaming or not self._before:
-            return _resident(tokens, wall_ns, cpu_ns, faults, overhead_ns=overhead_ns, memory=memory)
+            return StepMetrics(
+                tokens=tokens,
+                wall_ns=wall_ns,
+                compute_ns=wall_ns,
+                cpu_ns=cpu_ns,
+                minor_faults=faults[0],
+                major_faults=faults[1],
+                overhead_ns=overhead_ns,
+                memory=memory,
+            )
         e0, s0 = self._before
         e1, s1 = self._streaming.engine.statistics(), self._streaming.streamer.statistics()
         # Threads can be asleep beyond the moment at which the call returns; never count more than there is.
@@ -137,41 +146,3 @@ class Meter:
                 self._streaming.layout.layer_numbers, rows, strict=True
             )
         )
-
-
-def _resident(
-    tokens: int,
-    wall_ns: int,
-    cpu_ns: int,
-    faults: tuple[int, int],
-    *,
-    overhead_ns: int | None,
-    memory: MemorySample | None,
-) -> StepMetrics:
-    return StepMetrics(
-        tokens=tokens,
-        wall_ns=wall_ns,
-        stall_ns=None,
-        hook_ns=None,
-        compute_ns=wall_ns,
-        experts_ns=None,
-        loop_ns=None,
-        lookups=None,
-        hits=None,
-        reads=None,
-        read_bytes=None,
-        speculative_bytes=None,
-        evictions=None,
-        rereads=None,
-        slots_used=None,
-        cache_bytes=None,
-        submit_latency_ns=None,
-        read_latency_ns=None,
-        io_busy_ns=None,
-        dropped=None,
-        cpu_ns=cpu_ns,
-        minor_faults=faults[0],
-        major_faults=faults[1],
-        overhead_ns=overhead_ns,
-        memory=memory,
-    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from bmoe import __version__
 from bmoe.io.errors import BmoeError, FileError, UsageError
+from bmoe.io.whole_file import is_same_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ class MetricsCsv:
     def __init__(self, path: str, *, model_path: str) -> None:
         self._path = path
         try:
-            if os.path.exists(path) and os.path.exists(model_path) and os.path.samefile(path, model_path):
+            if is_same_file(path, model_path):
                 raise UsageError(f"{path} is the model: the figures would be written into it")
             self._file = open(path, "w", encoding="utf-8", errors="replace", newline="")  # noqa: SIM115 (closed by `close`)
         except (OSError, ValueError) as error:

@@ -202,28 +202,28 @@ class StepMetrics:
 
     tokens: int
     wall_ns: int
-    stall_ns: int | None
-    hook_ns: int | None
+    stall_ns: int | None = None
+    hook_ns: int | None = None
     compute_ns: int
-    experts_ns: int | None
-    loop_ns: int | None
-    lookups: int | None
-    hits: int | None
-    reads: int | None
-    read_bytes: int | None
-    speculative_bytes: int | None
-    evictions: int | None
-    rereads: int | None
-    slots_used: int | None
-    cache_bytes: int | None
-    submit_latency_ns: int | None
-    read_latency_ns: int | None
-    io_busy_ns: int | None
-    dropped: int | None
+    experts_ns: int | None = None
+    loop_ns: int | None = None
+    lookups: int | None = None
+    hits: int | None = None
+    reads: int | None = None
+    read_bytes: int | None = None
+    speculative_bytes: int | None = None
+    evictions: int | None = None
+    rereads: int | None = None
+    slots_used: int | None = None
+    cache_bytes: int | None = None
+    submit_latency_ns: int | None = None
+    read_latency_ns: int | None = None
+    io_busy_ns: int | None = None
+    dropped: int | None = None
     cpu_ns: int
     minor_faults: int
     major_faults: int
-    overhead_ns: int | None
+    overhead_ns: int | None = None
     memory: MemorySample | None = None
     layers: tuple[LayerMetrics, ...] | None = None
 

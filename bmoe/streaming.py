@@ -17,7 +17,7 @@ from bmoe.io.files import DirectFile
 from bmoe.io.read_queue import ReadQueue
 from bmoe.io.slot_memory import SlotMemory
 from bmoe.pipeline.native import Engine, lib
-from bmoe.pipeline.slots import SlotPlan, plan_slots, total_slot_bytes
+from bmoe.pipeline.slots import SlotPlan, least_slot_bytes, plan_slots
 from bmoe.pipeline.spare_reads import SpareReads
 from bmoe.pipeline.streamer import Streamer
 from bmoe.policies import policy_named
@@ -175,9 +175,8 @@ class StreamingEngine:
 
     @property
     def least_bytes(self) -> int:
-        """The least budget that works: a slot of every class."""
-        everything = total_slot_bytes(self.layout.tensors, self.block_bytes)
-        return -(-everything // min(c.capacity for c in self.plan.classes))
+        """The least budget that works."""
+        return least_slot_bytes(self.layout.tensors, self.block_bytes)
 
     async def resize(self, cache_bytes: int) -> int:
         """Another budget for slots, also while compute threads run; the budget that is in effect.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bmoe.io.errors import BmoeError, FileError, ReadError, UsageError
 from bmoe.io.memory_figures import machine_memory
+from bmoe.io.whole_file import is_same_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping, Sequence
@@ -206,7 +207,7 @@ def open_run_log(target: str | None, *, model_path: str = "") -> RunLog:
     if target == "-":
         return RunLog(_LineSink(1, "standard output", close=False))
     try:
-        if os.path.exists(model_path) and os.path.exists(target) and os.path.samefile(target, model_path):
+        if is_same_file(target, model_path):
             raise UsageError(f"{target} is the model: the log would be written into it")
         broken_line = _ends_within_a_line(target)
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from bmoe.io.errors import BmoeError, FileError, UsageError
+from bmoe.io.whole_file import is_same_file
 from bmoe.llama_library import ggml_base
 from bmoe.pipeline.native import TRACE_LAYERS, TRACE_NODES
 
@@ -209,10 +210,7 @@ def _word(text: str) -> str:
 
 
 def _same(a: str, b: str) -> bool:
-    try:
-        return os.path.samefile(a, b)
-    except OSError:
-        return os.path.abspath(a) == os.path.abspath(b)
+    return is_same_file(a, b) or os.path.abspath(a) == os.path.abspath(b)  # neither may exist yet
 
 
 def _cannot(path: str, error: Exception) -> BmoeError:

@@ -15,13 +15,13 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
 from bmoe.io.errors import FileError, FormatError
+from bmoe.io.whole_file import replace_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,33 +138,13 @@ def save_warm_state(path: str | None, layout: ModelLayout, frequency: NDArray[np
         "uses_ppm": [row[:n] for row, n in rows],
     }
     try:
-        _replace(target, (json.dumps(record, separators=(",", ":")) + "\n").encode("ascii"))
+        os.makedirs(os.path.dirname(os.path.abspath(target)), mode=0o700, exist_ok=True)
+        replace_file(target, (json.dumps(record, separators=(",", ":")) + "\n").encode("ascii"))
     except (OSError, ValueError) as error:
         raise FileError(
             f"cannot be written: {getattr(error, 'strerror', None) or error}", path=target
         ) from None
     return target
-
-
-def _replace(target: str, payload: bytes) -> None:
-    folder = os.path.dirname(os.path.abspath(target))
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=folder, prefix=".warm-")
-    try:
-        with open(fd, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)  # the new name is data of the folder
-    finally:
-        os.close(folder_fd)
 
 
 # --- beginning with it ------------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ def total_slot_bytes(tensors: Sequence[StreamedTensor], block_bytes: int) -> int
     return sum(slot_bytes_for(t.slice_bytes, block_bytes) * t.experts for t in tensors)
 
 
+def least_slot_bytes(tensors: Sequence[StreamedTensor], block_bytes: int) -> int:
+    """The least budget that works: one slot for every size of slice, in proportion to what each needs."""
+    sizes = [t.slice_bytes for t in tensors]
+    wanted = [sum(t.experts for t in tensors if t.slice_bytes == size) for size in set(sizes)]
+    return -(-total_slot_bytes(tensors, block_bytes) // min(wanted))
+
+
 def plan_slots(
     tensors: Sequence[StreamedTensor], budget_bytes: int, block_bytes: int, *, can_grow: bool = False
 ) -> SlotPlan:
@@ -89,7 +96,7 @@ def plan_slots(
         slot_bytes = slot_bytes_for(size, block_bytes)
         slots = min(wanted[size], budget * full[size] // everything // slot_bytes)
         if slots == 0:
-            least = -(-everything // min(wanted.values()))
+            least = least_slot_bytes(tensors, block_bytes)
             raise MemoryBudgetError(
                 f"an expert cache of {budget_bytes} bytes has no room for one slice of {size} bytes",
                 hint=f"the least that works for this model is {-(-least // (1 << 20))} MiB",

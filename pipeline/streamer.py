@@ -165,8 +165,6 @@ class Streamer:
         self._started_ns = [0] * plan.capacity
         self.submit_latencies_ns: list[int] = []
         """Announcement to first submission, newest last; the caller may clear it."""
-        self.request_bytes: list[int] = []
-        """Slice bytes asked for by each announcement that asked, newest last; the caller may clear it."""
         self.bug: Exception | None = None
         """An unexpected failure in a callback: it ends the run."""
 
@@ -214,7 +212,7 @@ class Streamer:
     def statistics(self) -> StreamerStatistics:
         """A snapshot of the counters."""
         pool, ready = self.pool, self.pool.slots_ready
-        since_ns = time.monotonic_ns() - self._io_mark_ns if self._outstanding else 0
+        since_ns = self._since_mark_ns()
         return StreamerStatistics(
             reads=self._reads,
             read_bytes=self._read_bytes,
@@ -235,6 +233,13 @@ class Streamer:
             slots_ready=ready,
             slots_total=pool.plan.total_slots,
         )
+
+    def _since_mark_ns(self) -> int:
+        """Time with reads in flight that is not counted yet."""
+        return time.monotonic_ns() - self._io_mark_ns if self._outstanding else 0
+
+    def _io_busy_now_ns(self) -> int:
+        return self._io_busy_ns + self._since_mark_ns()
 
     def record_reads(self) -> None:
         """From now on `take_read_records` has every read."""
@@ -267,9 +272,6 @@ class Streamer:
         self._pending.extend(taken)
         if self._pending:
             self._pump(announced_ns=self._engine.announced_at_ns if taken else 0)
-        if taken:
-            size, tensor = self._slice_size, self._tensor
-            self.request_bytes.append(sum([size[tensor[s]] for s in taken]))
         if self._spare is not None:
             self._take_hints()
             if self._hinted:
@@ -404,11 +406,6 @@ class Streamer:
         self._unasked.extend(slices)
         self._pump_unasked()
 
-    @property
-    def preloading(self) -> int:
-        """Slices that are still to be preloaded."""
-        return len(self._unasked)
-
     def follow_hints(self, spare: SpareReads) -> None:
         """From now on what is expected to be routed to is read ahead, as far as `spare` allows."""
         self._spare = spare
@@ -446,10 +443,9 @@ class Streamer:
     def _read_hinted(self) -> bool:
         """Reads what is expected for layers still to come, in place of what ranks lowest."""
         assert self._spare is not None
-        statistics = self.statistics()
         most = self._spare.reads_allowed(
             now_ns=time.monotonic_ns(),
-            io_busy_ns=statistics.io_busy_ns,
+            io_busy_ns=self._io_busy_now_ns(),
             issued=self._hinted_experts,
             useful=self._engine.speculated,
         )

@@ -28,6 +28,7 @@ from bmoe.bench.sides import all_cached, drive_of
 from bmoe.bench.state import MachineState
 from bmoe.io import available_bytes, machine_memory
 from bmoe.io.errors import FileError, FormatError, UsageError
+from bmoe.io.whole_file import replace_file
 from bmoe.simulate import calibrated, load_workload, simulate, with_fitted_latency
 
 if TYPE_CHECKING:
@@ -225,20 +226,10 @@ def write_record(record: dict[str, Any], path: str) -> None:
     Raises:
         FileError: It cannot be written.
     """
-    folder = os.path.dirname(path) or "."
-    temporary = None
+    payload = json.dumps(record, indent=1, allow_nan=False) + "\n"
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix=".bench-", delete=False, encoding="ascii"
-        ) as file:
-            temporary = file.name
-            json.dump(record, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, path)
+        replace_file(path, payload.encode("ascii"))
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise FileError("the record cannot be written", path=path, got=error.strerror) from error
 
 

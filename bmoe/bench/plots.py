@@ -8,28 +8,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from bmoe.io.errors import BmoeError, FileError, UsageError
+from bmoe.pictures import plot_figure, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FORMATS: Final = (".png", ".svg")
 _MIB: Final = 1 << 20
-
-
-def check_plot(path: str) -> None:
-    """Raises before anything is measured if a plot could not be written afterwards.
-
-    Raises:
-        UsageError: Neither PNG nor SVG.
-        FileError: There is no such folder.
-        BmoeError: matplotlib does not load.
-    """
-    if os.path.splitext(path)[1].lower() not in FORMATS:
-        raise UsageError(f"--plot {path}: the name must end in {' or '.join(FORMATS)}")
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise FileError("the folder for the plot does not exist", path=path)
-    _figure(1, 1)
 
 
 def draw(record: Mapping[str, Any], path: str) -> None:
@@ -39,17 +23,14 @@ def draw(record: Mapping[str, Any], path: str) -> None:
         FileError: It cannot be written.
     """
     rows = [r for r in record["rows"] if r["counts"] == "decode" and r["figures"]["decode_tok_per_s"]]
-    figure = _figure(2, max(3.0, 0.45 * len(rows)))
+    figure = plot_figure(14, max(3.0, 0.45 * len(rows)) + 1.5)
     bars, curves = figure.subplots(1, 2)
     _draw_bars(bars, rows)
     _draw_curves(curves, record, {row["key"]: row for row in rows})
     synthetic = ", SYNTHETIC routing" if record["inputs"]["replay_routing"] is not None else ""
     name = os.path.basename(record["model"]["path"])
     figure.suptitle(f"bmoe bench: {name}, {record['rounds']} rounds{synthetic}, {record['created_utc']}")
-    try:
-        figure.savefig(path, format=os.path.splitext(path)[1][1:].lower())
-    except OSError as error:
-        raise FileError("the plot cannot be written", path=path, got=error.strerror) from error
+    save_plot(figure, path)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -100,11 +81,3 @@ def _draw_curves(axes: Any, record: Mapping[str, Any], rows: Mapping[str, Mappin
         axes.legend(fontsize="x-small")
     else:
         axes.set_visible(False)
-
-
-def _figure(columns: int, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 (optional, slow to load)
-    except ImportError as error:
-        raise BmoeError(f"--plot needs matplotlib: {error}", hint='pip install "bmoe[plot]"') from error
-    return Figure(figsize=(7 * columns, height + 1.5), layout="constrained")

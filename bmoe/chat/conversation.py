@@ -11,7 +11,6 @@ import math
 import os
 import re
 import stat
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from bmoe.chat.messages import Message
 from bmoe.io.errors import FileError, FormatError, UsageError
+from bmoe.io.whole_file import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -300,29 +300,11 @@ def _problem_of(document: object) -> str | None:
 
 
 def _replace(target: str, payload: bytes) -> None:
-    """Write beside the target, make it durable, then take its place: rename is atomic within a folder."""
-    folder = os.path.dirname(target)
+    """Replace a regular file, keeping its permissions."""
     mode = 0o600
     with suppress(FileNotFoundError):
         status = os.stat(target)
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{target} is not a regular file")
         mode = stat.S_IMODE(status.st_mode)
-    fd, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(target)[:64]}.", suffix=".part", dir=folder)
-    try:
-        with open(fd, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    # The new name itself is data of the folder.
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)
+    replace_file(target, payload, mode=mode)

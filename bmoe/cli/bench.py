@@ -123,7 +123,7 @@ def bench(ctx: click.Context, /, **_: Any) -> int:
             click.echo(side.name)
         return 0
     if p["plot"] is not None:
-        from bmoe.bench.plots import check_plot  # noqa: PLC0415 (keeps `--help` fast)
+        from bmoe.pictures import check_plot  # noqa: PLC0415 (keeps `--help` fast)
 
         check_plot(p["plot"])
     for path in (p["json_path"], p["markdown_path"]):

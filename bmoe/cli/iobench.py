@@ -136,7 +136,7 @@ def iobench(ctx: click.Context, /, **_: Any) -> int:
 
     plot, json_path = ctx.params["plot"], ctx.params["json_path"]
     if plot is not None:
-        from bmoe.tools.iobench.plots import check_plot  # noqa: PLC0415 (same)
+        from bmoe.pictures import check_plot  # noqa: PLC0415 (same)
 
         check_plot(plot)
     if json_path not in {None, "-"}:

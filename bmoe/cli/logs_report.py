@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -168,11 +167,12 @@ def _tables(lines: Sequence[str], tables: Sequence[Table]) -> None:
 
 def _write(path: str, page: str, *runs: Run) -> None:
     from bmoe.io.errors import UsageError  # noqa: PLC0415 (keeps `--help` fast)
+    from bmoe.io.whole_file import is_same_file  # noqa: PLC0415 (same)
     from bmoe.logs.html_report import write_page  # noqa: PLC0415 (same)
 
     for run in runs:
         source = run.facts["file"]
-        if source and os.path.exists(source) and os.path.exists(path) and os.path.samefile(source, path):
+        if source and is_same_file(source, path):
             raise UsageError(f"{path} is the run's log: the report would replace it")
     write_page(path, page)
     click.echo(f"wrote {path}", err=True)

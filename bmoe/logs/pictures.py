@@ -1,17 +1,17 @@
 """The plots of a report as PNG files, for documents.
 
-Owns how they are drawn with matplotlib, an extra (`pip install bmoe[plot]`) imported only here. Must not know
+Owns how they are drawn. Must not know
 what they show: bmoe.logs.figures says.
 """
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from bmoe.io.errors import BmoeError, FileError
+from bmoe import pictures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,24 +35,15 @@ def write_pictures(plots: Sequence[Plot], folder: str) -> list[str]:
         BmoeError: matplotlib is not installed.
         FileError: The folder cannot be written to.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an extra, and slow)
-        from matplotlib.figure import Figure  # noqa: PLC0415 (same)
-    except ImportError:
-        raise BmoeError("pictures need matplotlib", hint="pip install 'bmoe[plot]'") from None
-    written = []
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for plot in plots:
-            figure = Figure(figsize=(9, 2.6 if plot.kind == "intervals" else 4.2), layout="constrained")
-            FigureCanvasAgg(figure)
-            _draw(plot, figure.add_subplot())
-            path = os.path.join(folder, f"{plot.name}.png")
-            figure.savefig(path, dpi=110)
-            written.append(path)
-    except OSError as error:
-        raise FileError(f"cannot be written: {error.strerror}", path=folder) from None
-    return written
+    return pictures.write_pictures(
+        folder,
+        {plot.name: (2.6 if plot.kind == "intervals" else 4.2, partial(_drawn, plot)) for plot in plots},
+    )
+
+
+def _drawn(plot: Plot, axes: Any) -> bool:
+    _draw(plot, axes)
+    return True
 
 
 def _draw(plot: Plot, axes: Any) -> None:

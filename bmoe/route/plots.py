@@ -1,17 +1,17 @@
 """`bmoe route analyze --plot DIR`: pictures of a trace as PNG files.
 
-Owns which pictures there are. matplotlib is an extra (`pip install bmoe[plot]`), imported only here. Must not
+Owns which pictures there are. Must not
 count anything that the views have not counted.
 """
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bmoe.io.errors import BmoeError, FileError
+from bmoe.pictures import write_pictures
 from bmoe.route import routing_views
 from bmoe.route.trace import MISS
 
@@ -36,11 +36,6 @@ def write_plots(trace: RouteTrace, folder: str) -> list[str]:
         BmoeError: matplotlib is not installed.
         FileError: The folder cannot be written to.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an extra, and slow)
-        from matplotlib.figure import Figure  # noqa: PLC0415 (same)
-    except ImportError:
-        raise BmoeError("pictures need matplotlib", hint="pip install 'bmoe[plot]'") from None
     pictures: dict[str, Callable[[RouteTrace, Any], bool]] = {
         "misses": _misses,
         "overlap": _overlap,
@@ -48,19 +43,7 @@ def write_plots(trace: RouteTrace, folder: str) -> list[str]:
         "coverage": _coverage,
         "reuse": _reuse,
     }
-    written = []
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for name, draw in pictures.items():
-            figure = Figure(figsize=(9, 4.5), layout="constrained")
-            FigureCanvasAgg(figure)
-            if draw(trace, figure.add_subplot()):
-                path = os.path.join(folder, f"{name}.png")
-                figure.savefig(path, dpi=110)
-                written.append(path)
-    except OSError as error:
-        raise FileError(f"cannot be written: {error.strerror}", path=folder) from None
-    return written
+    return write_pictures(folder, {name: (4.5, partial(draw, trace)) for name, draw in pictures.items()})
 
 
 def _misses(trace: RouteTrace, axes: Any) -> bool:

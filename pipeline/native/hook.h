@@ -286,6 +286,7 @@ void bm_test_delay(struct bm_engine *);
 uint64_t bm_now_ns(void);
 
 /* routing.c */
+int32_t bm_named_layer(const struct bm_engine *, const char *name, const char *prefix);
 bool bm_is_router_weights(const struct gg_tensor *);
 void bm_router(struct bm_engine *, const struct bm_node *, const struct gg_tensor *dst);
 int32_t bm_sorted_layer(const struct bm_engine *, const struct gg_tensor *);

@@ -17,15 +17,10 @@ static const double WATCHDOG_AGREEMENT = 0.98;
 
 /* In the ask pass: remembers the operands of each layer's router. */
 void bm_note_router(struct bm_engine *e, const struct gg_tensor *t) {
-    if (strncmp(t->name, LOGITS, sizeof LOGITS - 1) != 0) return;
-    char *end;
-    long block = strtol(t->name + sizeof LOGITS - 1, &end, 10);
-    if (*end || !t->src[0] || !t->src[1]) return;
-    for (int32_t i = 0; i < e->n_layers; i++)
-        if (e->layers[i].block == block) {
-            e->predict.router[i].matrix = t->src[0];
-            e->predict.router[i].input = t->src[1];
-        }
+    int32_t layer = bm_named_layer(e, t->name, LOGITS);
+    if (layer < 0 || !t->src[0] || !t->src[1]) return;
+    e->predict.router[layer].matrix = t->src[0];
+    e->predict.router[layer].input = t->src[1];
 }
 
 /* Scores of `layer`'s router for the last row of `from`'s router input. False when they cannot be had. */

@@ -13,6 +13,17 @@
 
 static const char WEIGHTS[] = "ffn_moe_weights", SORTED[] = "ffn_moe_argsort-";
 
+/* The layer with experts whose block number follows `prefix` and ends the name, or -1. */
+int32_t bm_named_layer(const struct bm_engine *e, const char *name, const char *prefix) {
+    size_t n = strlen(prefix);
+    if (strncmp(name, prefix, n) != 0) return -1;
+    char *end;
+    long block = strtol(name + n, &end, 10);
+    for (int32_t i = 0; *end == 0 && i < e->n_layers; i++)
+        if (e->layers[i].block == block) return i;
+    return -1;
+}
+
 /* --- the router's weights ------------------------------------------------------------------------------ */
 
 /* Whether a node may be the weights of a layer's choice; the last one before the matmul is. */
@@ -191,14 +202,7 @@ void bm_router(struct bm_engine *e, const struct bm_node *node, const struct gg_
 /* --- before the weights are gathered --------------------------------------------------------------------- */
 
 /* The layer of the node that sorts a router's scores, or -1. */
-int32_t bm_sorted_layer(const struct bm_engine *e, const struct gg_tensor *t) {
-    if (strncmp(t->name, SORTED, sizeof SORTED - 1) != 0) return -1;
-    char *end;
-    long block = strtol(t->name + sizeof SORTED - 1, &end, 10);
-    for (int32_t i = 0; *end == 0 && i < e->n_layers; i++)
-        if (e->layers[i].block == block) return i;
-    return -1;
-}
+int32_t bm_sorted_layer(const struct bm_engine *e, const struct gg_tensor *t) { return bm_named_layer(e, t->name, SORTED); }
 
 /* Experts in memory are preferred: the first places of the sorted order are filled anew. */
 void bm_substitute(struct bm_engine *e, int32_t layer, struct gg_tensor *sorted) {

@@ -7,13 +7,12 @@ writer replaces it whole.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from typing import TYPE_CHECKING, Any, Final
 
 from bmoe.io.mounts import mount_of
+from bmoe.io.whole_file import replace_file
 
 if TYPE_CHECKING:
     from bmoe.tools.iobench.result import Result
@@ -114,14 +113,5 @@ def _records() -> dict[str, Any]:
 def _write(drives: dict[str, Any]) -> None:
     path = drives_path()
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".drives-")
-    try:
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            json.dump({"schema": _SCHEMA, "drives": drives}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    payload = json.dumps({"schema": _SCHEMA, "drives": drives}, indent=1)
+    replace_file(path, payload.encode("ascii"))

@@ -6,31 +6,13 @@ Owns the drawing; matplotlib is optional and needed only here. Must not know how
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from bmoe.io.errors import BmoeError, FileError, UsageError
+from bmoe.pictures import plot_figure, save_plot
 from bmoe.tools.iobench.tables import group_name
 
 if TYPE_CHECKING:
     from bmoe.tools.iobench.result import Group, Result, Row
-
-FORMATS: Final = (".png", ".svg")
-
-
-def check_plot(path: str) -> None:
-    """Raises before anything is measured if a plot could not be written afterwards.
-
-    Raises:
-        UsageError: Neither PNG nor SVG.
-        FileError: There is no such folder.
-        BmoeError: matplotlib does not load.
-    """
-    if os.path.splitext(path)[1].lower() not in FORMATS:
-        raise UsageError(f"--plot {path}: the name must end in {' or '.join(FORMATS)}")
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise FileError("the folder for the plot does not exist", path=folder)
-    _figure()
 
 
 def draw(result: Result, path: str) -> None:
@@ -39,7 +21,7 @@ def draw(result: Result, path: str) -> None:
     Raises:
         FileError: It cannot be written.
     """
-    figure = _figure()
+    figure = plot_figure(12, 9)
     axes = figure.subplots(2, 2, sharex="col", squeeze=True)
     curves: dict[Group, list[Row]] = {}
     for row in result.rows:
@@ -59,10 +41,7 @@ def draw(result: Result, path: str) -> None:
         ordered = sorted(rows, key=lambda row: row.group.piece_bytes)
         _curve(axes, 1, [row.group.piece_bytes / 1024 for row in ordered], ordered, name)
     _label(axes, result)
-    try:
-        figure.savefig(path, format=os.path.splitext(path)[1][1:].lower())
-    except OSError as error:
-        raise FileError("the plot cannot be written", path=path, got=error.strerror) from error
+    save_plot(figure, path)
 
 
 def _curve(axes: Any, column: int, x: list[float] | list[int], rows: list[Row], name: str) -> None:
@@ -102,11 +81,3 @@ def _label(axes: Any, result: Result) -> None:
     axes[0][0].figure.suptitle(
         f"bmoe-iobench: {where}, {how}, Linux {result.host.kernel}, {result.created_utc}"
     )
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BmoeError(f"--plot needs matplotlib: {error}", hint='pip install "bmoe[plot]"') from error
-    return Figure(figsize=(12, 9), layout="constrained")
