@@ -279,7 +279,7 @@ class RunSummary:
         seed: Of the sampler; None when greedy.
         dropped, routed: Experts left out, of those chosen by the router, in decode; None when off.
         speculative_bytes: Of what decode read, before it was asked for; None resident.
-        speculated_experts: Experts read so since the session opened that were used while they were there.
+        speculated_experts: Experts read so since the session opened that were then used.
         substituted: Choices since then that gave way to an expert in memory; None when off.
         route_committed: Layers since then routed ahead; None when off.
         route_agreed: Share of their experts that the router chose too; None when off or none.

@@ -202,7 +202,7 @@ class Simulated:
 
 
 def make_workload(
-    trace: RouteTrace, layout: ModelLayout | None, *, last_turn_only: bool = False, scale: float = 1.0
+    trace: RouteTrace, layout: ModelLayout | None, *, last_tokens: int | None = None, scale: float = 1.0
 ) -> Workload:
     """Puts a trace and a model together.
 
@@ -210,7 +210,7 @@ def make_workload(
         trace: The routing.
         layout: The model, whose layers with experts take the trace's first ones; None takes sizes from the
             trace.
-        last_turn_only: Only the last turn's tokens count; those before fill the cache.
+        last_tokens: Only so many decoded tokens at the end count; those before fill the cache. None for all.
         scale: Makes experts and dense weights larger or smaller than they are.
 
     Raises:
@@ -229,9 +229,12 @@ def make_workload(
         lookups, size_of=np.maximum(1, np.rint(lookups.size_of * scale)).astype(np.int64)
     )
     measured = lookups.decode.copy()
-    turn = trace.turn[lookups.first_row[lookups.batch_start[:-1]]]
-    if last_turn_only:
-        measured &= turn == turn.max()
+    if last_tokens is not None:
+        first = lookups.first_row[lookups.batch_start[:-1]]
+        # Steps count within a turn, and turns only go up.
+        token = trace.turn[first].astype(np.int64) << 32 | trace.step[first].astype(np.int64)
+        decoded = np.unique(token[measured])
+        measured &= token >= decoded[-min(last_tokens, len(decoded)) :].min(initial=np.iinfo(np.int64).max)
     # A token is as many batches as layers; a layer may be missing in none.
     tokens = int(np.bincount(lookups.batch_layer[measured], minlength=1).max()) if measured.any() else 0
     if not tokens:
@@ -412,7 +415,7 @@ def with_fitted_latency(
 
 
 def load_workload(
-    trace_path: str, model_path: str | None, *, last_turn_only: bool = False, scale: float = 1.0
+    trace_path: str, model_path: str | None, *, last_tokens: int | None = None, scale: float = 1.0
 ) -> Workload:
     """`make_workload` from files.
 
@@ -428,4 +431,4 @@ def load_workload(
         layout = lay_out(read_gguf(model_path))
         if not layout.is_moe:
             raise UsageError(f"{model_path} has no experts: there is nothing to simulate")
-    return make_workload(read_trace(trace_path), layout, last_turn_only=last_turn_only, scale=scale)
+    return make_workload(read_trace(trace_path), layout, last_tokens=last_tokens, scale=scale)

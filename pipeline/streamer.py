@@ -238,9 +238,6 @@ class Streamer:
         """Time with reads in flight that is not counted yet."""
         return time.monotonic_ns() - self._io_mark_ns if self._outstanding else 0
 
-    def _io_busy_now_ns(self) -> int:
-        return self._io_busy_ns + self._since_mark_ns()
-
     def record_reads(self) -> None:
         """From now on `take_read_records` has every read."""
         self._read_records = []
@@ -445,24 +442,25 @@ class Streamer:
         assert self._spare is not None
         most = self._spare.reads_allowed(
             now_ns=time.monotonic_ns(),
-            io_busy_ns=self._io_busy_now_ns(),
             issued=self._hinted_experts,
             useful=self._engine.speculated,
         )
         layers, now, started = len(self._engine.layer_experts), lib.bm_current_layer(self._handle), False
         while self._hinted and self._outstanding < most:
-            layer, slices = self._hinted.popleft()
-            if not 0 < (layer - now) % layers <= layers // 2:
-                continue  # computed meanwhile
-            read = False
-            for slice_id in slices:
-                c = self.pool.plan.class_of_tensor[self._tensor[slice_id]]
-                if not self.pool.free[c]:
-                    self.pool.evict_ranked(c, 1)
-                if self.pool.free[c]:
-                    read |= self._read_unasked(slice_id, c)
-            self._hinted_experts += read
-            started |= read
+            layer, slices = self._hinted[0]
+            if not slices or not 0 < (layer - now) % layers <= layers // 2:
+                self._hinted.popleft()  # done, or computed meanwhile
+                continue
+            # Slice by slice: demand waits for what is in flight.
+            slice_id = slices.pop(0)
+            c = self.pool.plan.class_of_tensor[self._tensor[slice_id]]
+            if not self.pool.free[c]:
+                self.pool.evict_ranked(c, 1)
+            entry = self._entry_of_slice(slice_id)
+            new = not self._engine.speculative[entry]
+            if self.pool.free[c] and self._read_unasked(slice_id, c):
+                self._hinted_experts += bool(new)
+                started = True
         return started
 
     def _read_unasked(self, slice_id: int, c: int) -> bool:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parent.parent
-SCHEMA = json.loads((ROOT / "docs/schema/bench.v1.schema.json").read_text())
+SCHEMA = json.loads((ROOT / "docs/schema/bench.v2.schema.json").read_text())
 QUIET = EntryState(
     cached_share=1.0,
     available_bytes=1 << 30,
@@ -632,8 +632,8 @@ def test_a_benchmark_from_end_to_end(
         b"{",
         b"[]",
         b"\xff",
-        b'{"schema": 2, "tool": "bmoe bench"}',
         b'{"schema": 1, "tool": "bmoe bench"}',
+        b'{"schema": 2, "tool": "bmoe bench"}',
     ],
 )
 def test_a_file_that_is_no_record_is_not_gone_on_from(
@@ -690,7 +690,8 @@ def test_the_list_says_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("section", benchmark_table.SECTIONS, ids=lambda s: s.name)
 def test_every_section_of_the_table_is_a_command_that_exists(section: benchmark_table.Section) -> None:
-    options = type("Options", (), {"models": Path("models"), "trace": Path("qwen.csv")})
+    trace = Path(__file__).parent / "data/route-smollm2-16x.csv"
+    options = type("Options", (), {"models": Path("models"), "trace": trace, "go_trace": trace})
     words = benchmark_table.bench_words(section, options)  # type: ignore[arg-type]  # as argparse makes it
     assert words[0] == "bench"
     with bench.make_context("bench", words[1:]) as ctx:

@@ -90,15 +90,17 @@ def test_a_cache_for_one_expert_misses_everything(trace: str) -> None:
     assert one.mib_per_token == pytest.approx(6.0)
 
 
-def test_only_the_last_turn_counts_when_asked_for(tmp_path: Path) -> None:
+def test_only_the_last_tokens_count_when_asked_for(tmp_path: Path) -> None:
     rows = [line for line in TRACE.splitlines() if line[0] == "0"]
     path = tmp_path / "two.csv"
     path.write_text(TRACE + "".join(f"1{row[1:]}\n" for row in rows))
-    both = load_workload(str(path), None, last_turn_only=True)
+    both = load_workload(str(path), None, last_tokens=3)
     assert both.tokens == 3
     (one,) = simulate(both, drives=[DRIVE], machines=[MACHINE], caches_bytes=[24 * MIB], policy="aged")
     assert one.hit_rate == 1
     assert one.latency_ms == one.waiting_ms == 0
+    assert load_workload(str(path), None, last_tokens=2).tokens == 2
+    assert load_workload(str(path), None, last_tokens=100).tokens == 6
 
 
 def test_scale_makes_weights_larger_and_hits_stay(trace: str) -> None:

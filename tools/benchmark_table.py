@@ -1,6 +1,7 @@
 """Makes the tables of docs/benchmarks.md: one `bmoe bench` per section, and predictions for larger models.
 
-    python -m tools.benchmark_table --models DIR --trace qwen.route.csv --out DIR [--minutes 60] [--only NAME]
+    python -m tools.benchmark_table --models DIR --trace qwen.route.csv [--go-trace gptoss.route.csv]
+        --out DIR [--minutes 60] [--only NAME]
 
 Models are those of `python -m tools.models`; sections of models that are not there are left out. Every
 section keeps its record in OUT/NAME.json and goes on from it, so an interrupted run is simply started again;
@@ -19,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bmoe.route.reading import read_trace
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -31,7 +34,8 @@ class Section:
         title: In the docs.
         model: File in the models' folder.
         words: Options of `bmoe bench`.
-        replayed: Routes as the trace did; the models with random weights.
+        replayed: Routes as the trace did, with as many experts; the models with random weights.
+        go: The trace is the one of gpt-oss, where there is one.
     """
 
     name: str
@@ -39,15 +43,27 @@ class Section:
     model: str
     words: str
     replayed: bool = True
+    go: bool = False
 
 
 _Q3S, _SM, _GO, _Q3 = "q3s.gguf", "smol-moe.gguf", "gpt-oss-6.gguf", "q3.gguf"
 _SWEEP = "--sides overlap,resident,resident-norepack --caches 5%,10%,25%,50%,100% -n 64 --validate-simulation"
+_LEVERS = " ".join(
+    f"--lever {lever}"
+    for lever in (
+        "prefetch=1",
+        "predict-prefetch",
+        "drop-cold-experts=0.9",
+        "expert-substitute=0.1",
+        "route-ahead=1",
+        "dense-weights=repack",
+    )
+)
 SECTIONS = (
     Section(name="q3s-cache", title="Q3S: cache", model=_Q3S, words=_SWEEP),
     Section(name="sm-cache", title="SM: cache", model=_SM, words=_SWEEP, replayed=False),
     Section(
-        name="q3s-levers",
+        name="q3s-policies",
         title="Q3S: overlap against serial, policies",
         model=_Q3S,
         words="--sides overlap,serial --caches 10% --policies recurring,aged,lru -n 64",
@@ -90,11 +106,25 @@ SECTIONS = (
         replayed=False,
     ),
     Section(
+        name="q3s-levers",
+        title="Q3S: levers, its own routing",
+        model=_Q3S,
+        words=f"--sides overlap --caches 25% -n 64 {_LEVERS}",
+        replayed=False,
+    ),
+    Section(
+        name="sm-levers",
+        title="SM: levers",
+        model=_SM,
+        words=f"--sides overlap --caches 25% -n 64 {_LEVERS}",
+        replayed=False,
+    ),
+    Section(
         name="go-cache",
         title="GO: cache",
         model=_GO,
-        words="--sides overlap,resident-norepack --caches 5%,10%,25% -n 32",
-        replayed=False,
+        words="--sides overlap,resident-norepack --caches 5%,10%,25% -n 32 --validate-simulation",
+        go=True,
     ),
     Section(
         name="q3-cache",
@@ -112,8 +142,9 @@ def bench_words(section: Section, options: argparse.Namespace) -> list[str]:
     """The command of a section."""
     words = ["bench", "-m", str(options.models / section.model), *shlex.split(section.words)]
     words += shlex.split(_COMMON)
-    if section.replayed:
-        words += ["--replay-routing", str(options.trace)]
+    trace = options.go_trace if section.go else options.trace
+    if section.replayed and trace is not None:
+        words += ["--replay-routing", str(trace), "--top-ks", str(read_trace(str(trace)).top_k)]
     words += ["--force-tokens", str(ROOT / "docs" / "architecture.md")]
     return words
 
@@ -170,6 +201,7 @@ def main() -> int:
     )
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--trace", type=Path, required=True, help="a recorded route trace of Qwen3-30B-A3B")
+    parser.add_argument("--go-trace", type=Path, help="one of gpt-oss-120b, for GO")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--only", action="append", metavar="NAME", help=", ".join(s.name for s in SECTIONS))
@@ -178,11 +210,14 @@ def main() -> int:
     options.models, options.trace, options.out = (
         path.resolve() for path in (options.models, options.trace, options.out)
     )
+    if options.go_trace is not None:
+        options.go_trace = options.go_trace.resolve()
     known = {section.name for section in SECTIONS}
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"no section {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    if not options.trace.is_file():
-        parser.error(f"--trace {options.trace}: no such file")
+    for trace in (options.trace, options.go_trace):
+        if trace is not None and not trace.is_file():
+            parser.error(f"{trace}: no such file")
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = [s for s in SECTIONS if not options.only or s.name in options.only]
     sections = [s for s in wanted if (options.models / s.model).is_file()]

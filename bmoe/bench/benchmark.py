@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bmoe.model import ModelLayout
     from bmoe.simulate import Workload
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 # Weights, cache and what else a process needs, of the memory that there is.
 _ROOM: Final = 0.85
 _RUN_FIELDS: Final = frozenset(("side", "key", "round", "kept", "flags", "entry", "figures", "error"))
@@ -97,7 +97,7 @@ def run_benchmark(
         on_run: See `Runner`.
 
     Returns:
-        The record, as docs/schema/bench.v1.schema.json describes it.
+        The record, as docs/schema/bench.v2.schema.json describes it.
 
     Raises:
         UsageError: A side cannot be run here, or the kept record is of something else.
@@ -297,7 +297,7 @@ def _validation(
 
 def _can_be_predicted(side: Side) -> bool:
     steady = side.overlap and side.warm_up and not side.reference
-    return side.kind == "stream" and side.counts == "decode" and steady
+    return side.kind == "stream" and side.counts == "decode" and side.lever is None and steady
 
 
 def _recorded(side: Side, model: str, executor: Executor) -> Workload:
@@ -307,7 +307,7 @@ def _recorded(side: Side, model: str, executor: Executor) -> Workload:
         execution = executor.execute(all_cached(side), route_trace=path)
         if execution.error is not None:
             raise UsageError(f"the routing of {side.name!r} could not be recorded: {execution.error}")
-        return load_workload(path, model, last_turn_only=True)
+        return load_workload(path, model, last_tokens=side.tokens)
 
 
 def _cpu_name() -> str | None:

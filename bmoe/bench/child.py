@@ -1,15 +1,17 @@
 """`python -m bmoe.bench.child`: one side, once. Reads the side as JSON on stdin, writes figures on stdout.
 
-Owns what lies inside the timing window. Outside it: loading, tokenizing, and where the side says so a first
-generation of the same length, which fills the cache and touches the mapped file. Text is fed token by token
-instead of the model's own choices, so that all sides compute the same and routing varies as in real use.
-Must not know the other sides.
+Owns what lies inside the timing window. Outside it: loading, tokenizing, and where the side says so as many
+tokens before those that count, which fill the cache and touch the mapped file; what is measured is then a
+part of the text that the cache has not seen. References (`resident`, everything cached) generate twice instead
+and are shown at their best. Text is fed token by token instead of the model's own choices, so that all sides
+compute the same and routing varies as in real use. Must not know the other sides.
 
     figure                window
     load_s                `Session.open`
-    ttft_s                `generate` to the first token, in the first generation
-    prefill_*             llama_decode over the prompt, in the first generation
-    all others            llama_decode over the fed tokens, in the last generation
+    ttft_s                `generate` to the first token
+    prefill_*             llama_decode over the prompt
+    submit_us_p50         the whole generation
+    all others            llama_decode over the last tokens fed
 """
 
 from __future__ import annotations
@@ -46,20 +48,20 @@ async def run_side(side: dict[str, Any], text: str, route_trace: str | None = No
     from bmoe.session import Session  # noqa: PLC0415 (same)
 
     streams = side["kind"] == "stream"
-    wanted = side["prompt_tokens"] + side["tokens"]
+    fed = side["tokens"] * (2 if side["warm_up"] else 1)
+    wanted = side["prompt_tokens"] + fed
     # All experts: cut to what there is.
     cache_bytes = side["cache_bytes"] if side["cache_bytes"] is not None else 1 << 50
+    settings: dict[str, Any] = {"n_expert_used": side["n_expert_used"]} | side["changes"]
     config = SessionConfig(
         model_path=side["model"],
         threads=side["threads"],
         context_tokens=wanted + wanted // 8 + _SPARE_TOKENS,
         mode="stream" if streams else "resident",
         overlap=side["overlap"],
-        cache_bytes=cache_bytes if streams else None,
-        policy=side["policy"],
+        **({"cache_bytes": cache_bytes if streams else None, "policy": side["policy"]} | settings),
         io_backend=side["backend"],
         repack=side["repack"],
-        n_expert_used=side["n_expert_used"],
         replay_routing=side["replay_routing"],
         layer_metrics=streams,
         route_trace=route_trace,
@@ -82,10 +84,11 @@ async def run_side(side: dict[str, Any], text: str, route_trace: str | None = No
         }
         if streams:
             figures["prefill_mib"] = sum(m.read_bytes or 0 for m in session.prefill_metrics) / MIB
-        if side["warm_up"]:
+        # References are shown at their best: every expert there, every page of the mapped file touched.
+        if side["warm_up"] and (side["kind"] == "resident" or side["cache_bytes"] is None):
             steps, _ = await _generate(session, request)
         if side["counts"] == "decode" and steps:
-            figures |= _decode_figures(steps, session)
+            figures |= _decode_figures(steps[-side["tokens"] :], session)
         figures["effective"] = dataclasses.asdict(session.effective)
     return figures
 

@@ -178,7 +178,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     if prefill:
         heads = ["side", "prefill tok/s (min to max)", "x baseline", *(c[0] for c in _PREFILL_COLUMNS)]
         lines += ["", *_table(heads, [_prefill_cells(row, ratios) for row in prefill])]
-    notes = [*_drive_notes(record), *_flag_notes(rows), *_simulation_notes(record)]
+    notes = [*_drive_notes(record), *_lossy_notes(record), *_flag_notes(rows), *_simulation_notes(record)]
     return "\n".join([*lines, "", *notes]) if notes else "\n".join(lines)
 
 
@@ -239,6 +239,15 @@ def _drive_notes(record: Mapping[str, Any]) -> list[str]:
             f"Bursts, reads: ms: {', '.join(f'{n}: {1e3 * s:.2f}' for n, s in bursts.items())}."
         )
     return notes
+
+
+def _lossy_notes(record: Mapping[str, Any]) -> list[str]:
+    said: dict[str, str] = {}
+    for run in record["runs"]:
+        lossy = ((run["figures"] or {}).get("effective") or {}).get("lossy")
+        if lossy:
+            said.setdefault(run["side"], lossy)
+    return [f"- {side}: LOSSY: {lossy}." for side, lossy in said.items()]
 
 
 def _flag_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -45,9 +45,11 @@ class Side:
         counts: What the side is for.
         cache_bytes: Streaming: memory for experts; None holds all of them.
         overlap, policy, backend, n_expert_used, replay_routing: As in SessionConfig.
+        lever: Streaming: what is changed of the configuration, as typed; None for nothing.
+        changes: The same by field of SessionConfig.
         repack: Resident: llama.cpp's repacked weights.
         page_cache: What of the file has to be in the page cache when the run begins.
-        warm_up: Generate once before the generation that is measured, so that the cache is in steady state.
+        warm_up: Decode as many tokens before those that are measured, so that the cache is in steady state.
         cap_bytes: Memory that the process may use, page cache included; None for no limit.
         drive_bytes_per_s: What it may read per second; None for no limit.
         command, pattern: External: what is run, and the pattern that finds tokens per second in its output.
@@ -67,6 +69,8 @@ class Side:
     backend: Literal["auto", "uring", "threads"] = "auto"
     n_expert_used: int | None = None
     replay_routing: str | None = None
+    lever: str | None = None
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     repack: bool = False
     page_cache: PageCache = "any"
     warm_up: bool = True
@@ -118,6 +122,7 @@ class Matrix:
         tokens: Decoded.
         cap_bytes: Memory limits, for `resident-capped` and a streaming side beside each.
         drive_bytes_per_s: Limits of the drive, for streaming sides; empty for none.
+        levers: Changes for streaming sides, beside those without, as typed and by field.
         externals: Other engines.
         replay_routing: As in SessionConfig.
         everything_fits: Whether all experts can be cached at once, as the bounds want it.
@@ -135,6 +140,7 @@ class Matrix:
     top_ks: tuple[int | None, ...] = (None,)
     cap_bytes: tuple[int, ...] = ()
     drive_bytes_per_s: tuple[int, ...] = ()
+    levers: tuple[tuple[str, dict[str, Any]], ...] = ()
     externals: tuple[External, ...] = ()
     replay_routing: str | None = None
     everything_fits: bool = True
@@ -178,19 +184,21 @@ class Matrix:
 
     def _streaming(self, name: str) -> list[Side]:
         rows = []
-        for cache, policy, backend, threads, top_k, rate in itertools.product(
+        for cache, policy, backend, threads, top_k, rate, (lever, changes) in itertools.product(
             self.caches_bytes,
             self.policies,
             self.backends,
             self.threads,
             self.top_ks,
             self.drive_bytes_per_s or (None,),
+            ((None, {}), *self.levers),
         ):
             words = [name, f"cache {_mib(cache)}"]
             words += [policy] if len(self.policies) > 1 else []
             words += [f"{backend} backend"] if len(self.backends) > 1 else []
             words += self._common_words(threads, top_k)
             words += [f"drive at {rate / (1 << 30):.2f} GiB/s"] if rate else []
+            words += [lever] if lever is not None else []
             rows.append(
                 self._side(
                     ", ".join(words),
@@ -203,6 +211,8 @@ class Matrix:
                     n_expert_used=top_k,
                     drive_bytes_per_s=rate,
                     replay_routing=self.replay_routing,
+                    lever=lever,
+                    changes=changes,
                 )
             )
         return rows
@@ -227,11 +237,15 @@ class Matrix:
                 }
                 label = ", ".join([name, f"{_mib(cap)} cap", *words[1:]])
                 rows.append(self._side(label, "resident", threads, **(how | limits | few)))
-                for cache in self._caches_under(cap) if self.moe and top_k is None else ():
+                for cache in self._caches_under(cap) if self.moe else ():
                     streamed = ", ".join(
                         ["overlap-capped", f"{_mib(cap)} cap", f"cache {_mib(cache)}", *words[1:]]
                     )
-                    more = {"cache_bytes": cache, "replay_routing": self.replay_routing}
+                    more = {
+                        "cache_bytes": cache,
+                        "n_expert_used": top_k,
+                        "replay_routing": self.replay_routing,
+                    }
                     rows.append(self._side(streamed, "stream", threads, **(limits | more)))
         return rows
 
@@ -296,7 +310,7 @@ def drive_of(side: Side) -> Side:
 
 
 def all_cached(side: Side) -> Side:
-    """This side with every expert cached: what computing takes."""
+    """This side with every expert cached and no lever: what computing takes."""
     words = ["everything cached", f"{side.threads} thread{'s' if side.threads != 1 else ''}"]
     words += [] if side.n_expert_used is None else [f"top {side.n_expert_used}"]
     return dataclasses.replace(
@@ -305,6 +319,8 @@ def all_cached(side: Side) -> Side:
         cache_bytes=None,
         overlap=True,
         policy=DEFAULT_POLICY,
+        lever=None,
+        changes={},
         backend="auto",
         cap_bytes=None,
         drive_bytes_per_s=None,

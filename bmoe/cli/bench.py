@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from bmoe.cli.lever_option import LEVERS, Levers
 from bmoe.cli.lists import Counts, Rates, Sizes, Words, bytes_of
 from bmoe.cli.options import Number, model_option, read_text
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS: Final = 1 << 20
 _BLOCK_BYTES: Final = 4096
+_OPTIONS_OF_THEIR_OWN: Final = {"policy": "--policies", "cache-mb": "--caches", "n-expert-used": "--top-ks"}
 
 
 @click.command(short_help="Compare ways to run a model, so that others can repeat it.")
@@ -68,6 +70,14 @@ _BLOCK_BYTES: Final = 4096
 )
 @click.option(
     "--mem-cap", type=Sizes(), help="For resident-capped: memory limits; per cent are of the model."
+)
+@click.option(
+    "--lever",
+    "levers",
+    type=Levers(),
+    multiple=True,
+    help="Streaming: beside each side the same with this changed; may be repeated. "
+    f"{', '.join(name for name in LEVERS if name not in _OPTIONS_OF_THEIR_OWN)}.",
 )
 @click.option("--throttle", type=Rates(), help="Streaming: limits of the drive in GiB/s, a side each.")
 @click.option(
@@ -151,7 +161,7 @@ def _settings(ctx: click.Context) -> tuple[Settings, ModelLayout]:
     from bmoe.bench.external import parse_externals  # noqa: PLC0415 (same)
     from bmoe.bench.sides import Matrix  # noqa: PLC0415 (same)
     from bmoe.bench.text import DEFAULT_TEXT  # noqa: PLC0415 (same)
-    from bmoe.config import default_threads  # noqa: PLC0415 (same)
+    from bmoe.config import SessionConfig, default_threads  # noqa: PLC0415 (same)
     from bmoe.gguf_file import read_gguf  # noqa: PLC0415 (same)
     from bmoe.model import lay_out  # noqa: PLC0415 (same)
     from bmoe.pipeline.slots import total_slot_bytes  # noqa: PLC0415 (same)
@@ -174,6 +184,11 @@ def _settings(ctx: click.Context) -> tuple[Settings, ModelLayout]:
     if not layout.is_moe and ctx.get_parameter_source("sides") is not click.core.ParameterSource.COMMANDLINE:
         names = tuple(name for name in names if name.startswith("resident"))
     everything = total_slot_bytes(layout.tensors, _BLOCK_BYTES)
+    for name, option in _OPTIONS_OF_THEIR_OWN.items():
+        if any(LEVERS[name][0] in changes for _, changes in p["levers"]):
+            raise click.UsageError(f"--lever {name}: use {option}", ctx)
+    for _, changes in p["levers"]:
+        SessionConfig(model_path=p["model"], mode="stream", replay_routing=p["replay_routing"], **changes)
     matrix = Matrix(
         model=p["model"],
         names=names,
@@ -186,6 +201,7 @@ def _settings(ctx: click.Context) -> tuple[Settings, ModelLayout]:
         top_ks=p["top_ks"] or (None,),
         cap_bytes=tuple(bytes_of(p["mem_cap"] or (), sum(layout.facts.sizes_bytes))),
         drive_bytes_per_s=p["throttle"] or (),
+        levers=p["levers"],
         externals=externals,
         replay_routing=p["replay_routing"] if layout.is_moe else None,
         everything_fits=everything_fits(layout),

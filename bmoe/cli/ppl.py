@@ -1,6 +1,6 @@
 """`bmoe ppl`: perplexity of a text while streaming, and what each lossy lever does to it.
 
-Owns the options, the levers' spelling and the table. Must not know how perplexity is measured.
+Owns the options and the table. Must not know how perplexity is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from bmoe.cli.lever_option import LEVERS, Levers
 from bmoe.cli.options import Number, model_option, read_text, session_config, session_options
 
 if TYPE_CHECKING:
@@ -24,20 +25,6 @@ if TYPE_CHECKING:
     from bmoe.perplexity import Perplexity
 
 _MIB: Final = 1 << 20
-# Option names of the levers, and the configuration's fields.
-_LEVERS: Final = {
-    "drop-cold-experts": ("drop_cold_experts", float),
-    "drop-no-renorm": ("drop_renormalise", None),
-    "drop-in-prefill": ("drop_in_prefill", True),
-    "deterministic-cache": ("deterministic_cache", True),
-    "expert-substitute": ("expert_substitute", float),
-    "route-ahead": ("route_ahead", int),
-    "n-expert-used": ("n_expert_used", int),
-    "prefetch": ("prefetch_layers", int),
-    "predict-prefetch": ("predict_prefetch", True),
-    "policy": ("policy", str),
-    "cache-mb": ("cache_bytes", lambda text: int(text) * _MIB),
-}
 
 
 @click.command(short_help="Perplexity of a text, and what lossy levers do to it.")
@@ -47,9 +34,9 @@ _LEVERS: Final = {
 @click.option(
     "--lever",
     "levers",
+    type=Levers(),
     multiple=True,
-    metavar="NAME=VALUE[,…]",
-    help=f"Run the text again with this changed; may be given several times. {', '.join(_LEVERS)}.",
+    help=f"Run the text again with this changed; may be given several times. {', '.join(LEVERS)}.",
 )
 @click.option("--tokens", type=Number(2, 1 << 24), help="Use this many tokens of the text.  [default: all]")
 @click.option(
@@ -68,32 +55,13 @@ def ppl(ctx: click.Context, /, **_: Any) -> int:
     """
     p = ctx.params
     config = session_config(ctx)
-    levers = [(text, _changes(ctx, text)) for text in p["levers"]]
+    levers = p["levers"]
     text = read_text(p["file"])
     from bmoe.cli.interrupts import run_async  # noqa: PLC0415 (keeps `--help` fast)
 
     for _, changes in levers:
         dataclasses.replace(config, **changes)  # what cannot be is said before anything runs
     return run_async(lambda interrupts: _ppl(config, text, levers, p, interrupts))
-
-
-def _changes(ctx: click.Context, text: str) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if name not in _LEVERS:
-            raise click.UsageError(f"--lever {part!r}: {name!r} is not one of {', '.join(_LEVERS)}", ctx)
-        field, kind = _LEVERS[name]
-        if not callable(kind):
-            if equals:
-                raise click.UsageError(f"--lever {part!r}: {name} takes no value", ctx)
-            changes[field] = bool(kind)
-            continue
-        try:
-            changes[field] = kind(value)
-        except ValueError:
-            raise click.UsageError(f"--lever {part!r}: {value!r} is not a value for {name}", ctx) from None
-    return changes
 
 
 async def _ppl(

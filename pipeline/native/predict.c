@@ -91,10 +91,9 @@ static bool hint(struct bm_engine *e, int32_t layer, int32_t expert) {
         int32_t slice = e->tensors[l->order[k]].d.first_slice + expert;
         absent |= (atomic_load_explicit(&e->state[slice], memory_order_relaxed) & BM_STATE_MASK) == BM_ABSENT;
     }
-    if (!absent) {
-        e->last_use[entry] = atomic_load_explicit(&e->clock, memory_order_relaxed);
-        return false;
-    }
+    /* Not to be evicted before its turn, whether it is there or is read now. */
+    e->last_use[entry] = atomic_load_explicit(&e->clock, memory_order_relaxed);
+    if (!absent) return false;
     uint32_t tail = atomic_load_explicit(&e->predict.tail, memory_order_relaxed);
     if (tail - atomic_load(&e->predict.head) >= BM_HINTS) return false;
     e->predict.hints[tail % BM_HINTS] = entry;

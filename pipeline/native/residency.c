@@ -103,6 +103,7 @@ bool bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, in
         uint32_t hits = 0;
         for (int32_t i = 0; i < n; i++) {
             int32_t entry = layer->first_entry + experts[i];
+            bool hinted = e->last_use[entry] == clock;
             e->last_use[entry] = clock;
             e->frequency[entry] += e->weight;
             bool hit = true;
@@ -114,7 +115,7 @@ bool bm_announce(struct bm_engine *e, int32_t tensor, const int32_t *experts, in
             hits += hit;
             if (e->speculative[entry]) {
                 e->speculative[entry] = 0;
-                if (hit) atomic_fetch_add_explicit(&e->counters.speculated, 1, memory_order_relaxed);
+                if (hit || hinted) atomic_fetch_add_explicit(&e->counters.speculated, 1, memory_order_relaxed);
             }
         }
         struct bm_layer_counters *lc = &e->layer_counters[t->d.layer];
