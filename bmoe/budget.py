@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from bmoe.dense import transient_bytes
 from bmoe.io.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
@@ -155,6 +156,16 @@ def dense_memory_bytes(layout: ModelLayout, dense_weights: str) -> int:
     return layout.dense_bytes + (tensors.get("token_embd.weight", 0) if twice else 0)
 
 
+def repacking_bytes(
+    layout: ModelLayout, context_tokens: int, ubatch_tokens: int, threads: int, dense_weights: str
+) -> int:
+    """What repacking takes while it loads beyond what KV cache and compute buffers take later."""
+    later = kv_cache_bytes(layout, context_tokens) + compute_bytes(
+        layout, ubatch_tokens, context_tokens, threads
+    )
+    return max(0, transient_bytes(layout, dense_weights) - later)
+
+
 def fixed_bytes(
     layout: ModelLayout,
     *,
@@ -171,6 +182,7 @@ def fixed_bytes(
         + dense // _PAGE_TABLE_SHARE
         + kv_cache_bytes(layout, context_tokens)
         + compute_bytes(layout, ubatch_tokens, context_tokens, threads)
+        + repacking_bytes(layout, context_tokens, ubatch_tokens, threads, dense_weights)
         + process_bytes(layout)
         - min(own_bytes, _OWN_MOST_BYTES)
     )
@@ -270,6 +282,7 @@ def cache_budget(
         own_bytes=own_bytes,
         dense_weights=dense_weights,
     )
+    repacking = repacking_bytes(layout, context_tokens, ubatch_tokens, threads, dense_weights)
     room = available_bytes - fixed - floor
     room -= max(0, room) // _PAGE_TABLE_SHARE
     words = (
@@ -277,6 +290,7 @@ def cache_budget(
         f" - {dense_memory_bytes(layout, dense_weights) // MIB} dense"
         f" - {kv_cache_bytes(layout, context_tokens) // MIB} KV"
         f" - {compute_bytes(layout, ubatch_tokens, context_tokens, threads) // MIB} compute"
+        f"{f' - {repacking // MIB} repacking' if repacking else ''}"
         f" - {(process_bytes(layout) - min(own_bytes, _OWN_MOST_BYTES)) // MIB} process"
         f" - {floor // MIB} floor"
     )

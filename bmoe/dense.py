@@ -62,6 +62,7 @@ class DenseWeights:
 
     Attributes:
         mode: As given.
+        note: What else is to be said of it, or None.
         bytes: Memory of its own that they take; 0 where they stay in the mapping.
         total_bytes: What `load` reads.
         repacked: The repacked copies, or None.
@@ -73,6 +74,7 @@ class DenseWeights:
 
     def __init__(self, mode: DenseMode, layout: ModelLayout, files: Sequence[DirectFile]) -> None:
         self.mode: Final = mode
+        self.note: str | None = None
         self.repacked: RepackedWeights | None = None
         self._files = files
         self._ranges: Sequence[Range] = layout.dense
@@ -86,6 +88,8 @@ class DenseWeights:
                 self._matrices = repackable(layout)
                 self.repacked = RepackedWeights(self._matrices)
                 taken = [self._matrices[i] for i in self.repacked.taken]
+                if not taken:
+                    self.note = "llama.cpp has no repacked layout for any of the dense weights on this CPU"
                 moved = {(m.file, m.offset_bytes) for m in taken if m.name != _LOOKED_UP}
                 plain = [r for r in plain if r[:2] not in moved]
             if plain and mode in {"anon", "locked", "repack"}:
@@ -100,8 +104,8 @@ class DenseWeights:
         if mode in {"mmap", "warm"}:
             self.total_bytes = layout.dense_bytes if mode == "warm" else 0
         else:
-            again = [self._matrices[i].size_bytes for i in self.repacked.taken] if self.repacked else []
-            self.total_bytes = image_bytes + sum(again)
+            copied = [self._matrices[i] for i in self.repacked.taken] if self.repacked else []
+            self.total_bytes = image_bytes + sum(m.size_bytes for m in copied if m.name != _LOOKED_UP)
 
     @property
     def segments(self) -> list[tuple[int, int, int, int]]:
@@ -133,6 +137,8 @@ class DenseWeights:
         if self.repacked:
             for batch in self._batches(self.repacked.taken):
                 done += await self._repack(self.repacked, batch, queue, progress)
+            if tied := [i for i in self.repacked.taken if self._matrices[i].name == _LOOKED_UP]:
+                await _in_threads([partial(self._repack_tied, self.repacked, tied[0])])
         spans = list(self._mapped(mappings)) if self.mode in {"mmap", "warm"} else self._own_spans()
         if self.mode == "warm":
             for address, length in spans:
@@ -218,6 +224,8 @@ class DenseWeights:
     def _batches(self, taken: Sequence[int]) -> Iterator[list[int]]:
         batch: list[int] = []
         for i in sorted(taken, key=lambda i: (self._matrices[i].file, self._matrices[i].offset_bytes)):
+            if self._matrices[i].name == _LOOKED_UP:
+                continue
             if batch and sum(self._matrices[j].size_bytes for j in [*batch, i]) > _BATCH_BYTES:
                 yield batch
                 batch = []
@@ -245,6 +253,20 @@ class DenseWeights:
 
             await _in_threads([fill] * min(_MAX_WORKERS, len(os.sched_getaffinity(0)), len(left)))
             return image.total_bytes
+
+    def _repack_tied(self, repacked: RepackedWeights, index: int) -> None:
+        """Tied embeddings lie in the image, plain."""
+        assert self._image is not None
+        matrix = self._matrices[index]
+        repacked.fill(index, self._image.address_of(matrix.file, matrix.offset_bytes))
+
+
+def transient_bytes(layout: ModelLayout, mode: str) -> int:
+    """Memory that loading takes beside the weights, for a moment before anything else is touched."""
+    if mode != "repack":
+        return 0
+    largest = max((m.size_bytes for m in repackable(layout) if m.name != _LOOKED_UP), default=0)
+    return max(largest, min(_BATCH_BYTES, layout.dense_bytes)) if largest else 0
 
 
 def repackable(layout: ModelLayout) -> tuple[Matrix, ...]:

@@ -16,6 +16,7 @@ from bmoe.budget import (
     cache_budget,
     compute_bytes,
     default_floor_bytes,
+    dense_memory_bytes,
     fixed_bytes,
     kv_cache_bytes,
     process_bytes,
@@ -33,6 +34,8 @@ from bmoe.pipeline.slots import plan_slots, total_slot_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
+
+    from bmoe.config import DenseMode
 
     Verdict = Literal["streams", "resident", "does not fit"]
 
@@ -52,7 +55,7 @@ class PlanRequest:
         ram_bytes: Available memory to suppose; None asks this machine.
         cache_bytes: The expert cache; None sizes it as a session does.
         n_expert_used: As for a session.
-        threads: As for a session.
+        threads, dense_weights: As for a session.
     """
 
     path: str
@@ -62,6 +65,7 @@ class PlanRequest:
     cache_bytes: int | None = None
     n_expert_used: int | None = None
     threads: int = field(default_factory=default_threads)
+    dense_weights: DenseMode = "anon"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +143,7 @@ class _Batch(TypedDict):
     ubatch_tokens: int
     threads: int
     own_bytes: int
+    dense_weights: str
 
 
 class _Planner:
@@ -157,6 +162,7 @@ class _Planner:
             "threads": request.threads,
             # Planning is a process too: what it has is there again when the run begins.
             "own_bytes": 0 if request.ram_bytes is not None else process_memory().anon_bytes or 0,
+            "dense_weights": request.dense_weights,
         }
         self._compute = compute_bytes(
             layout, self._batch["ubatch_tokens"], request.context_tokens, request.threads
@@ -210,7 +216,7 @@ class _Planner:
             architecture=layout.facts.architecture,
             model_bytes=sum(layout.facts.sizes_bytes),
             available_bytes=self._available,
-            dense_bytes=layout.dense_bytes,
+            dense_bytes=dense_memory_bytes(layout, self._request.dense_weights),
             kv_bytes=self._kv,
             compute_bytes=self._compute,
             process_bytes=process_bytes(layout),

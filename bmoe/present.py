@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bmoe.records import EffectiveConfig, LoadProgress, LoadReport, RunSummary, StepMetrics
+    from bmoe.records import CacheResize, EffectiveConfig, LoadProgress, LoadReport, RunSummary, StepMetrics
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -126,6 +126,11 @@ def live_line(tokens: int, steps: Sequence[StepMetrics]) -> str:
         parts.append(f"{sum(m.read_bytes or 0 for m in steps) / n / _MIB:.1f} MiB/token")
         parts.append(f"stall {100 * sum(m.stall_ns or 0 for m in steps) / wall_ns:.0f} %")
     return f"decode: {', '.join(parts)}"
+
+
+def resize_line(resize: CacheResize) -> str:
+    """The cache has another budget, and why."""
+    return one_line(f"cache: {mib(resize.cache_bytes)}, was {mib(resize.from_bytes)}: {resize.reason}")
 
 
 def stopped_loading(reached: LoadProgress | None, *, wall_ns: int) -> str:

@@ -110,8 +110,10 @@ class Session:
         self.traces: Traces | None = None
         self.on_resize: Callable[[CacheResize], None] = lambda _: None
         self.on_warning: Callable[[str], None] = lambda _: None
+        self._early_warnings: list[str] | None = []
         self._care: CacheCare | None = None
         self._turn = 0
+        self._guessing = config.predict_prefetch or config.predict_log or config.route_ahead > 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="bmoe-decode")
         self._cancelled = threading.Event()
         self._stop_flag = ctypes.c_int(0)
@@ -156,6 +158,7 @@ class Session:
                 on_effective or (lambda _: None), on_progress or (lambda _: None), wrap_backend
             )
         except BaseException:
+            session._warn_freely()
             await session.aclose()
             raise
         return session
@@ -196,6 +199,7 @@ class Session:
             self.dialogue = Dialogue(self.model, layout.facts.metadata)
             self.effective = self._effective(layout, runtime, budget)
             on_effective(self.effective)
+            self._warn_freely()
             dense_ns = await self._load_dense(on_progress)
             assert self.streaming is not None
             self._care = CacheCare(
@@ -251,6 +255,11 @@ class Session:
         if budget.warning:
             self._warn(budget.warning)
         await streaming.prepare(config, budget.cache_bytes, wrap_backend=wrap_backend)
+        if streaming.replayed_top_k not in {None, layout.top_k}:
+            self._warn(
+                f"{config.replay_routing} has {streaming.replayed_top_k} experts a token and the model "
+                f"{layout.top_k}: the others are the model's own; --n-expert-used {streaming.replayed_top_k}"
+            )
         if _traced(config):
             self.traces = Traces(config, streaming)
         await self._in_thread(lambda: self._load_model(runtime, lazy=True, files=layout.facts.paths))
@@ -266,7 +275,16 @@ class Session:
         return budget
 
     def _warn(self, text: str) -> None:
-        self.on_warning(text)  # whoever listens by then
+        """What the user should know, but not before what runs: that is the first line."""
+        if self._early_warnings is not None:
+            self._early_warnings.append(text)
+        else:
+            self.on_warning(text)  # whoever listens by then
+
+    def _warn_freely(self) -> None:
+        early, self._early_warnings = self._early_warnings, None
+        for text in early or ():
+            self.on_warning(text)
 
     async def _load_dense(self, on_progress: Callable[[LoadProgress], None]) -> int:
         assert self.streaming is not None
@@ -274,6 +292,8 @@ class Session:
         await self.streaming.load_dense(
             lambda done, total: on_progress(LoadProgress(done_bytes=done, total_bytes=total))
         )
+        if self.streaming.dense is not None and self.streaming.dense.note is not None:
+            self._warn(self.streaming.dense.note)
         self.streaming.start()
         return time.monotonic_ns() - t0
 
@@ -495,6 +515,8 @@ class Session:
                     if on_prefill is not None:
                         on_prefill(event)
                     continue
+                if self._guessing:
+                    self._watch_guessing()
                 yield event
             finished = True
         finally:
@@ -507,6 +529,15 @@ class Session:
                 raise interrupted
         if error is not None:
             raise error
+
+    def _watch_guessing(self) -> None:
+        """Says once that the native watchdog has ended guessing."""
+        if self.streaming is not None and self.streaming.engine.predicting_stopped:
+            self._guessing = False
+            self._warn(
+                "routing is no longer guessed: this model's router is not its matrix alone (selection bias, "
+                "or groups of experts), so guesses from it are wrong"
+            )
 
     def _settle(self, failure: BaseException | None, run: Generation | None = None) -> BaseException | None:
         """After the decode thread is done: the real reason of an abort, and a clean slate."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from bmoe.bench.bounds import passing_bursts
 from bmoe.io.errors import FormatError, UsageError
 from bmoe.pipeline.slots import total_slot_bytes
 from bmoe.policies import policy_named
@@ -55,6 +56,7 @@ class Drive:
         latency_s: Of one read, its bytes aside.
         depth: Reads that the drive serves at one time.
         bursts: (reads, bytes, seconds) as measured; takes the place of all others but `bytes_per_s`.
+        sustained_bytes_per_s: What a limit that averages lets through in the long run; None for no limit.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Drive:
     latency_s: float
     depth: int = 32
     bursts: tuple[tuple[int, float, float], ...] = ()
+    sustained_bytes_per_s: float | None = None
 
     def burst_s(self, reads: NDArray[np.floating], read_bytes: NDArray[np.floating]) -> NDArray[np.float64]:
         """[layers] seconds until the last of `reads` reads, `read_bytes` in all, has arrived."""
@@ -74,7 +77,6 @@ class Drive:
             same = read_bytes / measured_bytes
             found: NDArray[np.float64] = np.interp(same, counts, times)
             found = np.where(same > counts[-1], times[-1] * same / counts[-1], found)
-            # A drive that is throttled lets short bursts pass.
             slowest: NDArray[np.float64] = np.maximum(found, read_bytes / self.bytes_per_s)
             return slowest
         rounds = np.ceil(reads / self.depth)
@@ -323,6 +325,8 @@ def _predict(work: Workload, hits: NDArray[np.bool_], drive: Drive, machine: Mac
     dense_s = work.dense_bytes * machine.dense_s_per_byte
     latency_s = float((missed > 0).sum()) * machine.layer_latency_s / tokens
     token_s = dense_s + float(layer_s.sum()) / tokens + latency_s
+    if drive.sustained_bytes_per_s is not None:
+        token_s = max(token_s, float(missed_bytes.sum()) / tokens / drive.sustained_bytes_per_s)
     counted = measured[batch]
     return Simulated(
         drive=drive.name,
@@ -352,13 +356,14 @@ def calibrated(
 
     Args:
         work: What was run.
-        drive: Figures of the side `drive`.
+        drive: Figures of the side `drive`, with `limited` where a control group limits it.
         cached: Figures of the side with everything cached.
         threads: Of that side.
         submit_us: From routing known to reads under way, measured; None takes the default.
     """
     read_bytes = drive["read_bytes"]
-    points = sorted((int(n), seconds) for n, seconds in drive["burst_s"].items())
+    bursts = passing_bursts(drive) if drive.get("limited") else drive["burst_s"]
+    points = sorted((int(n), seconds) for n, seconds in bursts.items())
     experts_s = cached["experts_s_per_token"]
     made = Machine(
         name="measured",
@@ -369,7 +374,9 @@ def calibrated(
     )
     if submit_us is not None:
         made = dataclasses.replace(made, layer_latency_s=submit_us / 1e6)
-    rate = drive["drive_gib_per_s"] * GIB
+    sustained = rate = drive["drive_gib_per_s"] * GIB
+    if drive.get("limited"):
+        rate = max(n * read_bytes / seconds for n, seconds in points)
     return (
         Drive(
             name="measured",
@@ -377,6 +384,7 @@ def calibrated(
             single_bytes_per_s=rate,
             latency_s=0.0,
             bursts=tuple((n, float(n * read_bytes), float(seconds)) for n, seconds in points),
+            sustained_bytes_per_s=sustained if drive.get("limited") else None,
         ),
         made,
     )

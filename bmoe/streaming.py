@@ -45,6 +45,7 @@ class StreamingEngine:
         backend: What reads.
         files: The model's files.
         dense: The dense weights; None before they are loaded.
+        replayed_top_k: Experts a token of a recorded routing that is replayed; None without one.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -55,6 +56,7 @@ class StreamingEngine:
         self.engine: Engine
         self.streamer: Streamer
         self.dense: DenseWeights | None = None
+        self.replayed_top_k: int | None = None
         self._memories: list[SlotMemory] = []
         self._mappings: dict[int, tuple[int, int]] = {}
         self._dense_mode: DenseMode = "anon"
@@ -134,7 +136,9 @@ class StreamingEngine:
         """What is to be done with the router's choice; nothing, by default."""
         engine = self.engine
         if config.replay_routing is not None:
-            engine.set_replay(replay_table(config.replay_routing, layers=len(self.layout.layer_numbers)))
+            table = replay_table(config.replay_routing, layers=len(self.layout.layer_numbers))
+            self.replayed_top_k = min(table.shape[2], self.layout.top_k)
+            engine.set_replay(table)
         if config.drop_cold_experts > 0:
             engine.set_drop(
                 config.drop_cold_experts,

@@ -51,6 +51,7 @@ class RunLog:
         self.run_id = uuid.uuid4().hex
         self._sink = sink
         self._seq = 0
+        self._early: list[tuple[str, dict[str, object]]] | None = []
         self._log: Any = None if sink is None else _structlog(sink, self._finish_event)
 
     @property
@@ -101,6 +102,9 @@ class RunLog:
             machine=machine(),
             versions=versions(),
         )
+        early, self._early = self._early, None
+        for event, fields in early or ():
+            self._event(event, **fields)
 
     def load(self, report: LoadReport) -> None:
         """The model is open."""
@@ -130,8 +134,8 @@ class RunLog:
             self._event("layer", turn=turn, step=token.index, layers=list(token.metrics.layers))
 
     def cache_resize(self, resize: CacheResize) -> None:
-        """The expert cache has another budget."""
-        self._event(
+        """The expert cache has another budget. What comes before `run_start` is written after it."""
+        self._event_or_later(
             "cache_resize",
             from_bytes=resize.from_bytes,
             cache_bytes=resize.cache_bytes,
@@ -139,8 +143,8 @@ class RunLog:
         )
 
     def warning(self, message: str) -> None:
-        """The user was told something."""
-        self._event("warning", message=message)
+        """The user was told something. What comes before `run_start` is written after it."""
+        self._event_or_later("warning", message=message)
 
     def summary(self, summary: RunSummary) -> None:
         """The generation ended, in whatever way."""
@@ -172,6 +176,12 @@ class RunLog:
         """Closes the file. Idempotent."""
         if self._sink is not None:
             self._sink.close()
+
+    def _event_or_later(self, event: str, /, **fields: object) -> None:
+        if self._early is None:
+            self._event(event, **fields)
+        else:
+            self._early.append((event, fields))
 
     def _event(self, event: str, /, **fields: object) -> None:
         if self._log is not None:

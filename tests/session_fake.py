@@ -60,6 +60,7 @@ class ScriptedSession:
         self.requests: list[GenerateRequest] = []
         self.closed = 0
         self.on_warning: Callable[[str], None] = lambda _: None
+        self.on_resize: Callable[[CacheResize], None] = lambda _: None
         self.cache_bytes = 500 * MIB
         self._turns = turns or (("Hello", ", ", "world"),)
         self._opening = opening
@@ -77,7 +78,8 @@ class ScriptedSession:
         on_warning: Callable[[str], None] | None = None,
         on_resize: Callable[[CacheResize], None] | None = None,
     ) -> ScriptedSession:
-        del config, on_resize
+        del config
+        self.on_resize = on_resize or self.on_resize
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self.on_warning = on_warning or self.on_warning
         if on_effective is not None:

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmoe.bench import benchmark
-from bmoe.bench.bounds import bounds, burst_s
+from bmoe.bench.bounds import bounds, burst_s, passing_bursts
 from bmoe.bench.caps import Limits, confined
 from bmoe.bench.execute import Execution, Executor
 from bmoe.bench.external import find_rates, parse_externals, words_of
@@ -278,6 +278,24 @@ def test_a_run_without_misses_is_bound_by_computing_alone() -> None:
     found = bounds({"tokens": 3, "layer_reads": {}}, CACHED, DRIVE)
     assert found is not None
     assert [found.layered, found.at_depth, found.ideal] == pytest.approx([50.0] * 3)
+
+
+def test_a_limit_that_averages_bounds_all_bytes_together_and_no_layer() -> None:
+    # The limit lets bursts of up to 4 slices pass in a tenth of their time; 8 wait for it.
+    limited = {
+        "read_bytes": 1 << 20,
+        "drive_gib_per_s": 10 / 1024,  # 0.1 s a slice
+        "burst_s": {"1": 0.01, "4": 0.04, "8": 0.8},
+        "limited": True,
+    }
+    assert passing_bursts(limited) == {"1": 0.01, "4": 0.04}
+    row = {"tokens": 2, "layer_reads": {"4": 2, "1": 1}}
+    found = bounds(row, CACHED, limited)
+    assert found is not None
+    assert [1 / found.layered, 1 / found.at_depth, 1 / found.ideal] == pytest.approx([9 * 0.1 / 2] * 3)
+    few = bounds({"tokens": 200, "layer_reads": {"4": 1}}, CACHED, limited)
+    assert few is not None
+    assert 1 / few.layered == pytest.approx(0.012 + (200 * 4 - 1) * 0.002 / 200 + 0.04 / 200)
 
 
 def test_bursts_are_interpolated_and_go_on_in_proportion() -> None:

@@ -22,8 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bmoe.budget import repacking_bytes
 from bmoe.config import GenerateRequest, SessionConfig
-from bmoe.dense import DenseWeights, _in_threads, repackable
+from bmoe.dense import DenseWeights, _in_threads, repackable, transient_bytes
 from bmoe.gguf_file import read_gguf
 from bmoe.io.anonymous_memory import AnonymousMemory
 from bmoe.io.errors import ReadError
@@ -154,6 +155,30 @@ def test_repacked_tied_embeddings_are_looked_up_plain_and_multiplied_repacked() 
     assert streamed(config(path, dense_weights="repack"), PROMPT, 2, prepare=note) == want
     assert "token_embd.weight" in taken
     assert want.digest != expected(path, PROMPT, 2).digest
+
+
+def test_weights_that_have_no_repacked_layout_stay_as_they_are_and_it_is_said() -> None:
+    path = tiny_moe("F16")
+    said: list[str] = []
+
+    async def scenario() -> None:
+        async with await Session.open(config(path, dense_weights="repack"), on_warning=said.append):
+            pass
+
+    run(scenario())
+    (line,) = said
+    assert "no repacked layout for any of the dense weights" in line
+
+
+def test_repacking_counts_what_it_takes_for_a_moment() -> None:
+    layout = layout_of(tiny_moe("Q4_K"))
+    largest = max(m.size_bytes for m in repackable(layout))
+    assert transient_bytes(layout, "anon") == 0
+    assert transient_bytes(layout, "repack") == max(largest, min(64 << 20, layout.dense_bytes))
+    alone = repacking_bytes(layout, 0, 1, 0, "repack")
+    assert 0 < alone <= transient_bytes(layout, "repack")
+    # Later, at the same place: keys, values and buffers of a large context.
+    assert repacking_bytes(layout, 1 << 20, 512, 2, "repack") == 0
 
 
 def test_embeddings_with_an_output_of_their_own_are_not_repacked() -> None:

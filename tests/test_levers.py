@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 
 from bmoe.config import GenerateRequest, SessionConfig
-from bmoe.io.errors import UsageError
+from bmoe.io.errors import Cancelled, UsageError
 from bmoe.pipeline.native import GUESSES
 from bmoe.pipeline.spare_reads import SpareReads
 from bmoe.session import Session
 from tests.models import tiny_moe
 from tests.runs import assert_same_as_resident, config, expected, run
+from tests.test_architectures import gate_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +91,54 @@ def test_guesses_are_scored_and_the_control_is_right() -> None:
         assert (exact[:, guess] <= rows[:, guess]).all()
     assert unscored[0, GUESSES.index("stale")] == N_PREDICT  # nothing comes before the first layer
     assert unscored[1:, GUESSES.index("stale")].max() == 0
+
+
+def test_guesses_that_the_router_does_not_follow_end_with_a_warning() -> None:
+    """A selection bias is not in the router's matrix."""
+    said: list[str] = []
+
+    async def scenario() -> bool:
+        wanted = config(
+            gate_model("glm4moe"),
+            cache_bytes=64 << 20,
+            context_tokens=512,
+            predict_prefetch=True,
+            predict_log=True,
+        )
+        async with await Session.open(wanted, on_warning=said.append) as session:
+            request = GenerateRequest(prompt=PROMPT, n_predict=400, ignore_eog=True)
+            async for _ in session.generate(request):
+                if said:
+                    session.cancel()
+                    return True
+        return False
+
+    with contextlib.suppress(Cancelled):
+        run(scenario())
+    assert len(said) == 1
+    assert "no longer guessed" in said[0]
+
+
+def test_a_replayed_trace_of_fewer_experts_is_told(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"0,1,0,{layer},0,{layer},1\n" for layer in range(6))
+    sizes = "".join(f"# layer={layer} expert_bytes=1000 dense_bytes=1000\n" for layer in range(6))
+    trace.write_text(
+        f"# route_trace v1\n# model=m arch=a n_layer=6 n_expert=32 n_expert_used=1\n{sizes}"
+        f"turn,phase,step,layer,slot,expert,weight\n{rows}"
+    )
+    said: list[str] = []
+
+    async def scenario() -> None:
+        wanted = small(replay_routing=str(trace))
+        async with await Session.open(
+            wanted, on_warning=said.append, on_effective=lambda _: said.append("mode")
+        ):
+            pass
+
+    run(scenario())
+    assert said[0] == "mode"
+    assert "has 1 experts a token and the model" in said[1]
 
 
 def test_dropping_reads_less_and_counts_what_it_drops() -> None:

@@ -24,6 +24,7 @@ from bmoe.config import GenerateRequest, Sampling, SessionConfig
 from bmoe.io.errors import FormatError, ReadError, UsageError
 from bmoe.line_protocol import LineProtocol
 from bmoe.protocol import Cancel, Close, Defaults, Generate, JsonLines, ProtocolError, SetBudget, parse_line
+from bmoe.records import CacheResize
 from tests.fakes import MIB, RESIDENT
 from tests.models import tiny_moe
 from tests.session_fake import CHAT, WAIT, ScriptedSession, Thought
@@ -69,7 +70,9 @@ class Talk:
         os.close(self.in_write)
         self.in_write = -1
 
-    def serve(self, fake: ScriptedSession, wire: Wire | None = None) -> list[dict[str, Any]]:
+    def serve(
+        self, fake: ScriptedSession, wire: Wire | None = None, *, log: str | None = None, quiet: bool = True
+    ) -> list[dict[str, Any]]:
         """Runs the server until it ends; the answers, each one valid."""
         reader = threading.Thread(target=self._read)
         reader.start()
@@ -77,7 +80,9 @@ class Talk:
             self.code = serve(
                 CONFIG,
                 wire or JsonLines(Defaults()),
-                quiet=True,
+                quiet=quiet,
+                log_target=log,
+                argv=["session", "-m", "m.gguf"],
                 opener=fake.open,
                 in_fd=self.in_read,
                 out_fd=self.out_write,
@@ -298,6 +303,39 @@ def test_a_request_that_fails_is_answered_and_the_next_one_served(
     assert (failed["id"], failed["kind"], failed["fatal"]) == (1, kind, False)
     assert str(error) == failed["message"]
     assert [(a["id"], a["text"]) for a in named(answers, "done")] == [(2, "fine")]
+
+
+def test_the_log_has_every_turn_in_order(
+    talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = ScriptedSession(["a", "b"], [ReadError("came short", path="m.gguf")])
+    talk.say(HI, HI.replace(b'"id":1', b'"id":2'), CLOSE)
+    opener = fake.open
+
+    async def opening(*args: Any, **more: Any) -> ScriptedSession:
+        session = await opener(*args, **more)
+        session.on_warning("memory is short")
+        session.on_resize(CacheResize(from_bytes=500 * MIB, cache_bytes=300 * MIB, reason="room is short"))
+        return session
+
+    fake.open = opening  # type: ignore[method-assign]  # for the test
+    log = tmp_path / "s.jsonl"
+    talk.serve(fake, log=str(log), quiet=False)
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    schema = jsonschema.Draft202012Validator(
+        json.loads((ROOT / "docs/schema/run-log.v2.schema.json").read_text())
+    )
+    for event in events:
+        schema.validate(event)
+    names = [event["event"] for event in events]
+    assert names[0] == "run_start"
+    assert names[-1] == "run_end"
+    assert names.count("token") == 2
+    assert [e["turn"] for e in events if e["event"] == "prefill"] == [0, 1]
+    assert {"load", "warning", "cache_resize", "summary", "error"} <= set(names)
+    said = capsys.readouterr().err
+    assert "warning: memory is short\n" in said
+    assert "cache: 300 MiB, was 500 MiB: room is short\n" in said
 
 
 def test_a_bug_is_fatal_and_not_hidden(talk: Talk) -> None:

@@ -83,6 +83,17 @@ def test_a_small_trace_takes_the_time_worked_out_by_hand(trace: str) -> None:
     assert one.latency_ms == pytest.approx(40 / 3)
 
 
+def test_a_limit_that_averages_counts_by_the_token(trace: str) -> None:
+    work = load_workload(trace, None)
+    drive = dataclasses.replace(DRIVE, sustained_bytes_per_s=1 << 20)
+    (one,) = simulate(work, drives=[drive], machines=[MACHINE], caches_bytes=[24 * MIB], policy="lru")
+    assert one.token_ms == pytest.approx(1e3 * one.mib_per_token)
+    many = dataclasses.replace(DRIVE, sustained_bytes_per_s=1 << 40)
+    (other,) = simulate(work, drives=[many], machines=[MACHINE], caches_bytes=[24 * MIB], policy="lru")
+    (plain,) = simulate(work, drives=[DRIVE], machines=[MACHINE], caches_bytes=[24 * MIB], policy="lru")
+    assert other.token_ms == plain.token_ms
+
+
 def test_a_cache_for_one_expert_misses_everything(trace: str) -> None:
     work = load_workload(trace, None)
     (one,) = simulate(work, drives=[DRIVE], machines=[MACHINE], caches_bytes=[3 * MIB], policy="lru")

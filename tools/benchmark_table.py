@@ -102,7 +102,7 @@ SECTIONS = (
         name="q3s-topk",
         title="Q3S: experts per token",
         model=_Q3S,
-        words="--sides overlap,resident-norepack --caches 10% --top-ks 2,4,8 -n 64",
+        words="--sides overlap,resident-norepack --caches 10% --top-ks 2,4,8 -n 64 --validate-simulation",
         replayed=False,
     ),
     Section(
@@ -167,7 +167,10 @@ def run_section(section: Section, options: argparse.Namespace) -> tuple[str, int
     shown = shlex.join(["bmoe", *(Path(w).name if os.sep in w else w for w in words)])
     lines = [f"### {section.title}", "", "```", shown, "```", ""]
     if table.exists():
-        lines.append(table.read_text(encoding="utf-8").rstrip())
+        text = table.read_text(encoding="utf-8").rstrip()
+        for trace in filter(None, (options.trace, options.go_trace)):
+            text = text.replace(str(trace), trace.name)
+        lines.append(text)
     else:
         lines.append(f"Not measured: exit code {done.returncode}, see the messages.")
     if options.plots and (options.out / f"{section.name}.svg").exists():

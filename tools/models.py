@@ -82,9 +82,20 @@ SET = {
         size_bytes=4_332_090_176,
         sha256="74b5a4c9518b603e4a1673cb819bde58843600d792ab138b782c1df7acb9665e",
     ),
-    "q3": Standard(file="q3.gguf", shape=PRESETS["q3"]),
+    "q3": Standard(
+        file="q3.gguf",
+        shape=PRESETS["q3"],
+        size_bytes=16_983_289_280,
+        sha256="c861ba5f22925cce59b16a43f15659238ee874050435bc4ae4e7fbc38adb543e",
+    ),
     # Rows of 2880 are no whole blocks of Q4_K; the real model's experts are MXFP4 too.
-    "go": Standard(file="gpt-oss-6.gguf", shape=GPT_OSS_6, quantisation="MXFP4"),
+    "go": Standard(
+        file="gpt-oss-6.gguf",
+        shape=GPT_OSS_6,
+        quantisation="MXFP4",
+        size_bytes=10_424_865_856,
+        sha256="015cbb58503ebed85c10776b0540f255c72e12b948af2a019d87bce5cc109f48",
+    ),
 }
 
 

@@ -34,6 +34,8 @@ from bmoe.runtime import Model, RuntimeConfig
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bmoe.config import DenseMode
+
 MIB: Final = 1 << 20
 ROOT: Final = Path(__file__).resolve().parent.parent
 _RESOLUTION: Final = 4  # MiB
@@ -49,6 +51,8 @@ class Setting:
     context: int
     ubatch: int
     threads: int
+    dense_weights: DenseMode = "anon"
+    warm: bool = False
 
     def feasible(self, limit_mib: int) -> bool:
         """What `bmoe plan` says."""
@@ -59,6 +63,7 @@ class Setting:
             threads=self.threads,
             ram_bytes=limit_mib * MIB,
             cache_bytes=None if self.cache_mib is None else self.cache_mib * MIB,
+            dense_weights=self.dense_weights,
         )
         return plan_run(request).verdict != "does not fit"
 
@@ -87,7 +92,8 @@ def run(setting: Setting, limit_mib: int, prompt: str) -> Outcome:
     cache = "auto" if setting.cache_mib is None else str(setting.cache_mib)
     words = [sys.executable, "-m", "bmoe", "decode", "-m", setting.model, "-f", prompt, "-n", "4"]
     words += ["-c", str(setting.context), "--ubatch", str(setting.ubatch), "--cache-mb", cache]
-    words += ["--ignore-eog", "--quiet", "-t", str(setting.threads)]
+    words += ["--ignore-eog", "--quiet", "-t", str(setting.threads), "--dense-weights", setting.dense_weights]
+    words += ["--warm", "auto"] if setting.warm else []
     with confined(Limits(memory_bytes=limit_mib * MIB)) as how:
         launch = [sys.executable, "-m", "bmoe.bench.launch", *how.joins, "--"]
         done = subprocess.run(
@@ -139,14 +145,18 @@ def write_prompt(model: str, tokens: int, folder: str) -> str:
 
 def settings_of(options: argparse.Namespace) -> Iterable[Setting]:
     """The matrix."""
-    matrix = itertools.product(options.models, options.contexts, options.threads, options.caches)
-    for model, context, threads, cache in matrix:
+    matrix = itertools.product(
+        options.models, options.contexts, options.threads, options.caches, options.dense_weights
+    )
+    for model, context, threads, cache, dense_weights in matrix:
         yield Setting(
             model=model,
             cache_mib=None if cache == "auto" else int(cache),
             context=context,
             ubatch=min(options.ubatch, context),
             threads=threads,
+            dense_weights=dense_weights,
+            warm=options.warm,
         )
 
 
@@ -161,11 +171,23 @@ def main() -> int:
     parser.add_argument(
         "--threads", type=lambda s: [int(n) for n in s.split(",")], default=[default_threads()]
     )
+    parser.add_argument("--dense-weights", type=lambda s: s.split(","), default=["anon"], help="modes")
+    parser.add_argument("--warm", action="store_true", help="with what earlier runs have learned")
     parser.add_argument("--ubatch", type=int, default=512)
     parser.add_argument("--prompt-tokens", type=int, default=700, help="at most the context")
     options = parser.parse_args()
-    print("| model | context | threads | cache, MiB | feasible from | killed up to | at feasible limits |")
-    print("|---|---|---|---|---|---|---|")
+    heads = (
+        "model",
+        "context",
+        "threads",
+        "cache, MiB",
+        "dense",
+        "feasible from",
+        "killed up to",
+        "at feasible limits",
+    )
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     records, struck = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for setting in settings_of(options):
@@ -180,6 +202,7 @@ def main() -> int:
                 setting.context,
                 setting.threads,
                 setting.cache_mib or "auto",
+                setting.dense_weights,
                 min(o.limit_mib for o in feasible),
                 max(killed, default="never"),
                 f"{len(feasible) - len(wrong)} of {len(feasible)} ran",

@@ -242,14 +242,18 @@ def _validation(
     """
     found: list[dict[str, Any]] = []
     work_of: dict[int | None, Workload] = {}
-    fitted: dict[tuple[int, int | None], tuple[str, float]] = {}
+    fitted: dict[int, tuple[str, float]] = {}  # by threads
     wanted = [side for side in sides if _can_be_predicted(side) and kept_by_round(runs, side.key)]
     for side in wanted:
         kept = kept_by_round(runs, side.key)
         mine = {number: run for number, run in kept.items() if not run["flags"]} or kept
         drives = reference_by_round(runs, drive_of(side).key, mine)
+        drives = {n: d | {"limited": side.drive_bytes_per_s is not None} for n, d in drives.items()}
         cached = reference_by_round(runs, all_cached(side).key, mine)
         if not drives or not cached or side.cache_bytes is None:
+            continue
+        # Memory that still has to be made costs time of its own, once: no steady state to predict.
+        if not all(run["figures"].get("cache_full", True) for run in mine.values()):
             continue
         if side.n_expert_used not in work_of:
             work_of[side.n_expert_used] = _recorded(side, settings.matrix.model, executor)
@@ -265,7 +269,7 @@ def _validation(
                 submit_us=mine[number]["figures"]["submit_us_p50"],
             )
             how: dict[str, Any] = {"policy": side.policy}
-            group = (side.threads, side.n_expert_used)
+            group = side.threads
             if group not in fitted and len(wanted) > 1 and mine[number]["figures"]["mib_per_token"]:
                 middle = sorted(rates, key=lambda n: rates[n])[len(rates) // 2]
                 at = calibrated(work, drives[middle], cached[middle], threads=side.threads, submit_us=None)

@@ -85,7 +85,8 @@ def _row(side: Side, runs: Sequence[Run]) -> dict[str, Any]:
 def _bounds_by_round(
     side: Side, mine: Mapping[int, Run], runs: Sequence[Run]
 ) -> tuple[str | None, dict[int, Bounds]]:
-    if side.kind != "stream" or side.counts != "decode":
+    # A lever changes what is computed, or reads what no layer has asked for.
+    if side.kind != "stream" or side.counts != "decode" or side.lever is not None:
         return None, {}
     drive = reference_by_round(runs, drive_of(side).key, mine)
     cached = reference_by_round(runs, all_cached(side).key, mine)
@@ -94,7 +95,8 @@ def _bounds_by_round(
         if number not in drive:
             continue
         compute = cached.get(number) or _own_compute(run["figures"])
-        bound = bounds(run["figures"], compute, drive[number])
+        limited = {"limited": side.drive_bytes_per_s is not None}
+        bound = bounds(run["figures"], compute, drive[number] | limited)
         if bound is not None:
             found[number] = bound
     return ("everything cached" if cached else "own run"), found
@@ -242,12 +244,11 @@ def _drive_notes(record: Mapping[str, Any]) -> list[str]:
 
 
 def _lossy_notes(record: Mapping[str, Any]) -> list[str]:
-    said: dict[str, str] = {}
+    said: dict[str, dict[str, None]] = {}
     for run in record["runs"]:
-        lossy = ((run["figures"] or {}).get("effective") or {}).get("lossy")
-        if lossy:
-            said.setdefault(run["side"], lossy)
-    return [f"- {side}: LOSSY: {lossy}." for side, lossy in said.items()]
+        if lossy := ((run["figures"] or {}).get("effective") or {}).get("lossy"):
+            said.setdefault(lossy, {})[run["side"]] = None
+    return [f"- LOSSY: {lossy}: {'; '.join(sides)}." for lossy, sides in said.items()]
 
 
 def _flag_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from bmoe import present
 from bmoe.chat.conversation import load_conversation, save_conversation, utc_now
 from bmoe.chat.messages import Message
-from bmoe.cli import BROKEN_PIPE_EXIT
 from bmoe.cli.answer_view import AnswerFigures
 from bmoe.cli.chat_commands import help_lines, message_of, parse_command
 from bmoe.cli.chat_signals import ChatSignals, Ended
 from bmoe.cli.interrupts import Interrupts, say_last_words
 from bmoe.cli.progress import ProgressDisplay
+from bmoe.cli.run_outputs import logged
 from bmoe.config import MIB, GenerateRequest, Sampling
 from bmoe.io.errors import BmoeError, Cancelled, FormatError, UsageError
 from bmoe.sync import open_session
@@ -123,20 +123,7 @@ def run_chat(job: ChatJob, ui: ChatUi, *, opener: Opener | None = None) -> int:
     """
     resumed = None if job.resume is None else load_conversation(job.resume)
     log = open_run_log(job.log_target, model_path=job.config.model_path)
-    code = 1
-    try:
-        code = _run(job, ui, log, resumed, opener)
-    except BrokenPipeError:
-        code = BROKEN_PIPE_EXIT
-        raise
-    except BaseException as error:
-        code = error.exit_code if isinstance(error, BmoeError) else code
-        log.error(error)  # noqa: TRY400 (a RunLog is no logging.Logger)
-        raise
-    finally:
-        log.run_end(code)
-        log.close()
-    return code
+    return logged(log, lambda: _run(job, ui, log, resumed, opener))
 
 
 def _run(job: ChatJob, ui: ChatUi, log: RunLog, resumed: Conversation | None, opener: Opener | None) -> int:

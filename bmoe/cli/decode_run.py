@@ -333,8 +333,8 @@ class _DecodeRun:
             self._warnings.append(line)
 
     def _on_resize(self, resize: CacheResize) -> None:
-        if self._started:
-            self._out.cache_resize(resize)
+        self._show(present.resize_line(resize))
+        self._out.cache_resize(resize)
 
     def _leave(self, exit_code: int) -> None:
         """The log's end when the process cannot wait for this run; on another thread."""

@@ -127,6 +127,15 @@ def prompt_options(*, required: bool) -> Callable[[F], F]:
     )
 
 
+dense_weights_option: Final = click.option(
+    "--dense-weights",
+    type=click.Choice(["anon", "mmap", "warm", "locked", "repack"]),
+    default="anon",
+    show_default=True,
+    help="Where the weights that are no experts are kept (docs/memory.md).",
+)
+
+
 def session_options(*, resident: bool) -> Callable[[F], F]:
     """Adds the options that make a SessionConfig; `session_config` makes it.
 
@@ -182,13 +191,7 @@ def session_options(*, resident: bool) -> Callable[[F], F]:
             metavar="FILE|auto",
             help="Preload experts: a warm set, or with auto what the last run found useful.",
         ),
-        click.option(
-            "--dense-weights",
-            type=click.Choice(["anon", "mmap", "warm", "locked", "repack"]),
-            default="anon",
-            show_default=True,
-            help="Where the weights that are no experts are kept (docs/memory.md).",
-        ),
+        dense_weights_option,
         click.option(
             "--policy",
             default="recurring",

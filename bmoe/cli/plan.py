@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from bmoe.cli.lists import Counts, Sizes, Words
-from bmoe.cli.options import Number
+from bmoe.cli.options import Number, dense_weights_option
 
 if TYPE_CHECKING:
     from bmoe.plan import Plan
 
 _SCHEMA: Final = 1
 _MIB: Final = 1 << 20
-_HERE: Final = ("ram", "cache_mb", "ctx_size", "ubatch", "n_expert_used")
+_HERE: Final = ("ram", "cache_mb", "ctx_size", "ubatch", "n_expert_used", "dense_weights")
 _ELSEWHERE: Final = (
     "drive",
     "cores",
@@ -49,6 +49,7 @@ _ELSEWHERE: Final = (
     "--ubatch", type=Number(1, 1 << 16), default=512, show_default=True, help="Most tokens computed at once."
 )
 @click.option("--n-expert-used", type=Number(1, 1 << 16), help="Experts per token, if not the file's number.")
+@dense_weights_option
 @click.option("--simulate", metavar="TRACE", help="Predict tok/s elsewhere from this recorded routing.")
 @click.option(
     "--drive",
@@ -126,6 +127,7 @@ def plan(ctx: click.Context, /, model: str | None, *, as_json: bool, **_: Any) -
             ram_bytes=None if ram is None else ram * _MIB,
             cache_bytes=None if cache is None else cache * _MIB,
             n_expert_used=numbers["n_expert_used"],
+            dense_weights=numbers["dense_weights"],
         )
     )
     if as_json:

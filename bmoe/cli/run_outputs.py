@@ -8,15 +8,36 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from bmoe.cli import BROKEN_PIPE_EXIT
+from bmoe.io.errors import BmoeError
 from bmoe.telemetry import open_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bmoe.config import GenerateRequest, SessionConfig
     from bmoe.metrics_csv import MetricsCsv
     from bmoe.metrics_server import LiveFigures
     from bmoe.records import CacheResize, EffectiveConfig, LoadReport, RunSummary, StepMetrics, TokenEvent
+    from bmoe.telemetry import RunLog
+
+
+def logged(log: RunLog, body: Callable[[], int]) -> int:
+    """Runs `body` and returns its exit code; the log ends with that, and with what went wrong."""
+    code = 1
+    try:
+        code = body()
+    except BrokenPipeError:
+        code = BROKEN_PIPE_EXIT
+        raise
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, BmoeError) else code
+        log.error(error)  # noqa: TRY400 (a RunLog is no logging.Logger)
+        raise
+    finally:
+        log.run_end(code)
+        log.close()
+    return code
 
 
 class RunOutputs:

@@ -31,6 +31,7 @@ from bmoe.cli.sampling_options import sampling, sampling_options
 )
 @click.option("--line-protocol", is_flag=True, help="Speak the reference engine's BMOE_ lines instead.")
 @click.option("--raw", is_flag=True, help="With --line-protocol: take prompts as they are, not as messages.")
+@click.option("--log-json", metavar="PATH", help="Append the session's events as JSON lines.")
 @click.option("--quiet", is_flag=True, help="Nothing on standard error but errors.")
 @click.pass_context
 def session(ctx: click.Context, /, **_: Any) -> int:
@@ -42,6 +43,8 @@ def session(ctx: click.Context, /, **_: Any) -> int:
     p = ctx.params
     if p["raw"] and not p["line_protocol"]:
         raise click.UsageError("--raw goes with --line-protocol: elsewhere a request says what it is", ctx)
+    if p["log_json"] == "-":
+        raise click.UsageError("--log-json -: standard output is where the answers go", ctx)
     config = session_config(ctx)
     chosen = sampling(ctx)
 
@@ -51,4 +54,5 @@ def session(ctx: click.Context, /, **_: Any) -> int:
 
     defaults = Defaults(n_predict=p["n_predict"], think=p["think"], sampling=chosen)
     wire = LineProtocol(defaults, raw=p["raw"]) if p["line_protocol"] else JsonLines(defaults)
-    return serve(config, wire, quiet=p["quiet"])
+    argv = tuple(ctx.obj) if isinstance(ctx.obj, list) else ()
+    return serve(config, wire, quiet=p["quiet"], log_target=p["log_json"], argv=argv)

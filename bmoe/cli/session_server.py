@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from bmoe import present
 from bmoe.cli.interrupts import run_async
 from bmoe.cli.line_io import LineReader, LineWriter
+from bmoe.cli.run_outputs import logged
 from bmoe.io.errors import BmoeError, Cancelled, FileError
 from bmoe.protocol import (
     MOST_LINE_BYTES,
@@ -28,15 +29,17 @@ from bmoe.protocol import (
     error_kind,
 )
 from bmoe.session import Session
+from bmoe.telemetry import open_run_log, without_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from bmoe.cli.interrupts import Interrupts
     from bmoe.config import SessionConfig
     from bmoe.protocol import Command, Id, Wire
-    from bmoe.records import EffectiveConfig, LoadProgress
+    from bmoe.records import CacheResize, EffectiveConfig, LoadProgress
     from bmoe.sync import AsyncSession, Opener
+    from bmoe.telemetry import RunLog
 
 _MOST_QUEUED: Final = 256
 _LOADING_EVERY_S: Final = 0.1
@@ -48,6 +51,8 @@ def serve(
     wire: Wire,
     *,
     quiet: bool = False,
+    log_target: str | None = None,
+    argv: Sequence[str] = (),
     opener: Opener | None = None,
     in_fd: int = 0,
     out_fd: int = 1,
@@ -58,6 +63,8 @@ def serve(
         config: The session.
         wire: The protocol.
         quiet: Nothing on stderr but errors.
+        log_target: As `open_run_log` takes it.
+        argv: The command line, for the log.
         opener: What opens the session; None is `Session.open`.
         in_fd: Where lines come from.
         out_fd: Where answers go.
@@ -69,18 +76,35 @@ def serve(
         BmoeError: The session did not open.
         BrokenPipeError: The reader of the answers is gone.
     """
-    return run_async(
-        lambda interrupts: _Server(config, wire, interrupts, quiet=quiet).run(
-            opener or Session.open, in_fd, out_fd
+    log = open_run_log(log_target, model_path=config.model_path)
+
+    def body() -> int:
+        return run_async(
+            lambda interrupts: _Server(config, wire, interrupts, log, argv=argv, quiet=quiet).run(
+                opener or Session.open, in_fd, out_fd
+            )
         )
-    )
+
+    return logged(log, body)
 
 
 class _Server:
-    def __init__(self, config: SessionConfig, wire: Wire, interrupts: Interrupts, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        config: SessionConfig,
+        wire: Wire,
+        interrupts: Interrupts,
+        log: RunLog,
+        *,
+        argv: Sequence[str],
+        quiet: bool,
+    ) -> None:
         self._config = config
         self._wire = wire
         self._interrupts = interrupts
+        self._log = log
+        self._argv = argv
+        self._turn = 0
         self._stderr = None if quiet else sys.stderr
         self._session: AsyncSession | None = None
         self._early: list[Callable[[], None]] = []  # what arrived before the session was open
@@ -123,7 +147,9 @@ class _Server:
         next_s = 0.0
 
         def on_effective(effective: EffectiveConfig) -> None:
-            self._say(present.mode_line(effective), *present.warnings(effective))
+            self._say(present.mode_line(effective))
+            for line in present.warnings(effective):
+                self._warn(line)
 
         def on_progress(progress: LoadProgress) -> None:
             nonlocal next_s
@@ -136,23 +162,47 @@ class _Server:
                 self._config,
                 on_effective=on_effective,
                 on_progress=on_progress,
-                on_warning=lambda text: self._say(present.one_line(f"warning: {text}")),
+                on_warning=lambda text: self._warn(present.one_line(f"warning: {text}")),
+                on_resize=self._on_resize,
             )
         )
         self._cancel_opening = opening.cancel
         if self._closing in {"signal", "broken"}:
             opening.cancel()
         try:
-            return await opening
+            session = await opening
         except (asyncio.CancelledError, Cancelled):
+            self._log_start(None)
             if self._closing in {"signal", "broken"}:
                 return None
             raise
         except Exception as error:
+            self._log_start(None)
             self._fail(None, error)
             raise
         finally:
             self._cancel_opening = lambda: None
+        self._log_start(session.effective)
+        self._log.load(session.load_report)
+        return session
+
+    def _log_start(self, effective: EffectiveConfig | None) -> None:
+        self._log.run_start(
+            requested=self._config,
+            effective=effective,
+            request=None,
+            prompt="",
+            argv=without_prompt(self._argv),
+        )
+
+    def _warn(self, line: str) -> None:
+        self._say(line)
+        self._log.warning(line)
+
+    def _on_resize(self, resize: CacheResize) -> None:
+        self._log.cache_resize(resize)
+        if resize.reason != "asked":  # else the answer to the request says it
+            self._say(present.resize_line(resize))
 
     async def _serve(self, session: AsyncSession) -> None:
         self._writer.write(self._wire.ready(session.effective, session.load_report))
@@ -170,6 +220,7 @@ class _Server:
 
     async def _generate(self, session: AsyncSession, command: Generate) -> None:
         self._running = command
+        turn, self._turn, logged_prompt = self._turn, self._turn + 1, False
         text: list[str] = []
         reasoning: list[str] = []
         cancelled = False
@@ -184,9 +235,14 @@ class _Server:
                     text.append(event.text)
                     reasoning.append(event.reasoning)
                     send(wire.token(command, event, session.cache_state()))
+                    if not logged_prompt:
+                        self._log.prefill(session.prefill_metrics, turn=turn)
+                        logged_prompt = True
+                    self._log.token(event, turn=turn)
         except Cancelled:
             cancelled = True
         except BmoeError as error:
+            self._log.error(error)
             send(wire.error(command.id, kind=error_kind(error), message=str(error), fatal=False))
             return
         except Exception as error:
@@ -195,6 +251,10 @@ class _Server:
         finally:
             self._running = None
             self._in_flight.discard(command.id)
+            if not logged_prompt:
+                self._log.prefill(session.prefill_metrics, turn=turn)
+            if session.summary is not None:
+                self._log.summary(session.summary)
         send(
             wire.done(
                 command,
