@@ -271,12 +271,13 @@ def _validation(
             how: dict[str, Any] = {"policy": side.policy}
             group = side.threads
             if group not in fitted and len(wanted) > 1 and mine[number]["figures"]["mib_per_token"]:
-                middle = sorted(rates, key=lambda n: rates[n])[len(rates) // 2]
-                at = calibrated(work, drives[middle], cached[middle], threads=side.threads, submit_us=None)
-                made = with_fitted_latency(
-                    work, *at, cache_bytes=side.cache_bytes, tok_per_s=rates[middle], **how
-                )
-                fitted[group] = (side.name, made.layer_latency_s)
+                # In each round, and the median: one disturbed reference must not decide.
+                fits = []
+                for n, rate in rates.items():
+                    at = calibrated(work, drives[n], cached[n], threads=side.threads, submit_us=None)
+                    made = with_fitted_latency(work, *at, cache_bytes=side.cache_bytes, tok_per_s=rate, **how)
+                    fits.append(made.layer_latency_s)
+                fitted[group] = (side.name, statistics.median(fits))
             if group in fitted:
                 machine = dataclasses.replace(machine, layer_latency_s=fitted[group][1])
             predicted += simulate(

@@ -86,8 +86,10 @@ async def run_side(side: dict[str, Any], text: str, route_trace: str | None = No
         }
         if streams:
             figures["prefill_mib"] = sum(m.read_bytes or 0 for m in session.prefill_metrics) / MIB
-        # References are shown at their best: every expert there, every page of the mapped file touched.
-        if side["warm_up"] and (side["kind"] == "resident" or side["cache_bytes"] is None):
+        # References are shown at their best: every expert there, every page of the mapped file touched. A
+        # recorded routing is what the other sides compute, once.
+        at_its_best = side["kind"] == "resident" or side["cache_bytes"] is None
+        if side["warm_up"] and at_its_best and route_trace is None:
             steps, _ = await _generate(session, request)
         if side["counts"] == "decode" and steps:
             figures |= _decode_figures(steps[-side["tokens"] :], session)

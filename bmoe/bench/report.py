@@ -245,10 +245,14 @@ def _drive_notes(record: Mapping[str, Any]) -> list[str]:
 
 def _lossy_notes(record: Mapping[str, Any]) -> list[str]:
     said: dict[str, dict[str, None]] = {}
+    streaming = {row["side"] for row in record["rows"] if row["kind"] == "stream"}
     for run in record["runs"]:
         if lossy := ((run["figures"] or {}).get("effective") or {}).get("lossy"):
             said.setdefault(lossy, {})[run["side"]] = None
-    return [f"- LOSSY: {lossy}: {'; '.join(sides)}." for lossy, sides in said.items()]
+    return [
+        f"- LOSSY: {lossy}: {'; '.join(sides) if sides.keys() != streaming else 'all streaming sides'}."
+        for lossy, sides in said.items()
+    ]
 
 
 def _flag_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -34,6 +34,7 @@ WARM_SHARE: Final = 0.99
 DROPPED_SHARE: Final = 0.02
 SLOWER_LIMIT: Final = 1.15
 COMPUTE_LIMIT: Final = 1.20
+DRIVE_LIMIT: Final = 1.25
 FAULTS_FACTOR: Final = 10.0
 FAULTS_FLOOR: Final = 10.0
 
@@ -185,8 +186,11 @@ def run_flags(
 
 
 def compared_flags(side: Side, figures: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
-    """What only other rounds can tell: the same computation that takes longer, faults that jump."""
+    """What only other rounds can tell: a drive or a computation that got slower, faults that jump."""
     flags = []
+    rates = [f["drive_gib_per_s"] for f in others if f.get("drive_gib_per_s")]
+    if rates and figures.get("drive_gib_per_s", 0) * DRIVE_LIMIT < max(rates) and side.kind == "drive":
+        flags.append("drive slowed")
     compute = [f["compute_ms_per_token"] for f in others if f.get("compute_ms_per_token")]
     mine = figures.get("compute_ms_per_token")
     # Resident runs that do not fit wait for the drive inside what looks like computing.
