@@ -100,6 +100,7 @@ async def measure(
     most_tokens: int | None = None,
     batched: bool = False,
     on_effective: Callable[[str, EffectiveConfig], None] = lambda _, __: None,
+    on_warning: Callable[[str], None] = lambda _: None,
     on_progress: Callable[[str, int, int], None] = lambda _, __, ___: None,
 ) -> list[Perplexity]:
     """Perplexity of `text`, plain and with each lever, on one model.
@@ -110,7 +111,8 @@ async def measure(
         levers: (label, changes to the configuration).
         most_tokens: Cut the text; None takes all.
         batched: Compute each window in batches, as a prompt: quicker, but levers of decode do not act.
-        on_effective: Called with (label, what runs) for each run.
+        on_effective: Called with (label, what runs) for each run, before anything is computed.
+        on_warning: Called with what the user should know.
         on_progress: Called on the decode thread with (label, tokens done, tokens in all).
 
     Raises:
@@ -120,9 +122,11 @@ async def measure(
     results: list[Perplexity] = []
     plain: _Scores | None = None
     for label, changes in [("plain", {}), *levers]:
-        async with await Session.open(dataclasses.replace(config, **changes)) as session:
-            on_effective(label, session.effective)
-
+        async with await Session.open(
+            dataclasses.replace(config, **changes),
+            on_effective=partial(on_effective, label),
+            on_warning=on_warning,
+        ) as session:
             tokens = session.model.tokenize(text)[:most_tokens]
             width = session.context.batch_tokens if batched else 1
             run = partial(_run, session, tokens, plain, width, partial(on_progress, label))

@@ -102,9 +102,7 @@ class RunLog:
             machine=machine(),
             versions=versions(),
         )
-        early, self._early = self._early, None
-        for event, fields in early or ():
-            self._event(event, **fields)
+        self._write_early()
 
     def load(self, report: LoadReport) -> None:
         """The model is open."""
@@ -170,12 +168,19 @@ class RunLog:
 
     def run_end(self, exit_code: int) -> None:
         """The last event."""
+        self._write_early()
         self._event("run_end", exit_code=exit_code)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
         if self._sink is not None:
+            self._write_early()
             self._sink.close()
+
+    def _write_early(self) -> None:
+        early, self._early = self._early, None
+        for event, fields in early or ():
+            self._event(event, **fields)
 
     def _event_or_later(self, event: str, /, **fields: object) -> None:
         if self._early is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bmoe.generation import checked_prompt
+from bmoe.present import one_line
 from bmoe.session import Session
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ async def verify(
         resident_effective = session.effective
     say("streaming run")
     async with await Session.open(
-        dataclasses.replace(config, mode="stream"), wrap_backend=wrap_backend
+        dataclasses.replace(config, mode="stream"),
+        wrap_backend=wrap_backend,
+        on_warning=lambda text: say(one_line(f"warning: {text}")),
     ) as session:
         got = await trace(session, request)
         effective = session.effective

@@ -171,6 +171,16 @@ def test_a_round_that_later_ones_show_to_be_slow_is_flagged_in_the_end() -> None
     assert [run["flags"] for run in runs] == [["compute rose"], [], []]
 
 
+def test_a_drive_that_slowed_down_is_flagged_and_the_nearest_clean_round_taken() -> None:
+    def figures(_: Side, number: int) -> dict[str, Any]:
+        return {"drive_gib_per_s": (2.0, 1.5, 1.9)[number]}
+
+    drive = dataclasses.replace(side("a"), kind="drive")
+    runs = Runner(plan(drive, rounds=3, repeats=0), FakeExecutor(figures), FakeMachine()).run()
+    assert [run["flags"] for run in runs] == [[], ["drive slowed"], []]
+    assert reference_by_round(runs, drive.key, [1])[1] == {"drive_gib_per_s": 2.0}
+
+
 # --- flags -----------------------------------------------------------------------------------------------
 
 

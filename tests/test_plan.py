@@ -61,6 +61,17 @@ def test_memory_adds_up_under_a_supposed_size() -> None:
     assert sum(part or 0 for part in parts) <= 4000 * MIB - 500 * MIB
 
 
+def test_repacked_weights_take_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_moe("Q4_K")
+    plain = plan_run(PlanRequest(path=model, ram_bytes=4000 * MIB))
+    for mode in ("mmap", "warm", "locked", "repack"):  # an output of its own: nothing is kept twice
+        made = plan_run(PlanRequest(path=model, ram_bytes=4000 * MIB, dense_weights=mode))
+        assert made.dense_bytes == plain.dense_bytes
+    assert main(["plan", model, "--ram", "4000", "--dense-weights", "repack"]) == 0
+    assert "streams" in capsys.readouterr().out
+    assert main(["plan", model, "--simulate", "x.csv", "--dense-weights", "repack"]) == 2
+
+
 def test_a_cache_that_does_not_fit_is_told() -> None:
     made = plan_run(PlanRequest(path=tiny_moe("Q4_K"), ram_bytes=100 * MIB, cache_bytes=2 * MIB))
     assert made.verdict == "does not fit"

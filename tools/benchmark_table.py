@@ -193,7 +193,13 @@ def predictions(options: argparse.Namespace) -> str:
             check=False,
         )
         shown = shlex.join(["bmoe", *(Path(w).name if os.sep in w else w for w in words)])
-        lines += ["```", f"$ {shown}", (done.stdout or done.stderr).rstrip(), "```", ""]
+        lines += [
+            "```",
+            f"$ {shown}",
+            (done.stdout or done.stderr).replace(str(options.trace), options.trace.name).rstrip(),
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -66,6 +66,7 @@ def _draw_curves(axes: Any, record: Mapping[str, Any], rows: Mapping[str, Mappin
         words = [word for word in side["name"].split(", ") if not word.startswith("cache ")]
         by_kind.setdefault(", ".join(words), []).append((side["cache_bytes"] / _MIB, row))
     shown = {name: sorted(points, key=lambda p: p[0]) for name, points in by_kind.items() if len(points) > 1}
+    predicted = {s["key"]: s["predicted_tok_per_s"] for s in record["simulation"] or ()}
     for name, points in shown.items():
         rates = [row["figures"]["decode_tok_per_s"]["median"] for _, row in points]
         line = axes.plot([cache for cache, _ in points], rates, marker="o", label=name)[0]
@@ -73,8 +74,10 @@ def _draw_curves(axes: Any, record: Mapping[str, Any], rows: Mapping[str, Mappin
             (cache, row["bounds"]["layered"]["median"]) for cache, row in points if row["bounds"]["layered"]
         ]
         axes.plot([c for c, _ in bound], [b for _, b in bound], linestyle=":", color=line.get_color())
+        at = [(cache, predicted[row["key"]]) for cache, row in points if row["key"] in predicted]
+        axes.plot([c for c, _ in at], [p for _, p in at], "x", color=line.get_color())
     axes.set_xlabel("cache in MiB")
-    axes.set_ylabel("tok/s; dotted: layered bound")
+    axes.set_ylabel("tok/s; dotted: layered bound; x: simulated")
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     if shown:

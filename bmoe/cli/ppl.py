@@ -86,6 +86,10 @@ async def _ppl(
             stream.write("".join(f"{line}\n" for line in lines))
             stream.flush()
 
+    def on_warning(text: str) -> None:
+        if stream is not None:
+            stream.write(f"{present.one_line(f'warning: {text}')}\n")
+
     loop = asyncio.get_running_loop()
 
     def on_progress(_: str, done: int, total: int) -> None:
@@ -99,6 +103,7 @@ async def _ppl(
             most_tokens=options["tokens"],
             batched=options["batched"],
             on_effective=on_effective,
+            on_warning=on_warning,
             on_progress=on_progress,
         )
     )
