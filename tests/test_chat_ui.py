@@ -59,7 +59,8 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", **variables}
         environment.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *command],  # Ctrl-C is a signal only from a terminal that is in control
+            # Ctrl-C is a signal only from a terminal that is in control; tests may run under nohup.
+            ["env", "--default-signal=HUP", "setsid", "--ctty", *command],
             cwd=ROOT,
             env=environment,
             stdin=inner,
@@ -89,9 +90,10 @@ class Terminal:
 
     def wait(self) -> int:
         """The exit code, after all output."""
-        while self._read():
-            pass
-        return self.process.wait(PATIENCE_S)
+        while True:
+            assert select.select([self._fd], [], [], PATIENCE_S)[0], f"it does not end:\n{self.text}"
+            if not self._read():
+                return self.process.wait(PATIENCE_S)
 
     def _read(self) -> bool:
         try:
