@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 # Compute threads sleep in llama.cpp's barriers instead of spinning: tests run more threads than there are
 # idle cores, and spinning then costs a scheduler tick per barrier (a run of 0.05 s takes 5 s).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Under nohup, or in the background of a script, these are ignored, and what is started inherits that: tests
+# that send them would wait for ever.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -59,8 +59,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", **variables}
         environment.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
-            # Ctrl-C is a signal only from a terminal that is in control; tests may run under nohup.
-            ["env", "--default-signal=HUP", "setsid", "--ctty", *command],
+            ["setsid", "--ctty", *command],  # Ctrl-C is a signal only from a terminal that is in control
             cwd=ROOT,
             env=environment,
             stdin=inner,
