@@ -411,9 +411,8 @@ def with_fitted_latency(
     """
     plain = dataclasses.replace(machine, layer_latency_s=0.0)
     one_each = dataclasses.replace(machine, layer_latency_s=1.0)
-    (without,), (second_each,) = (
-        simulate(work, drives=[drive], machines=[m], caches_bytes=[cache_bytes], policy=policy)
-        for m in (plain, one_each)
+    without, second_each = simulate(
+        work, drives=[drive], machines=[plain, one_each], caches_bytes=[cache_bytes], policy=policy
     )
     layers_that_miss = second_each.latency_ms / 1e3
     if not layers_that_miss:

@@ -19,8 +19,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bmoe.route.reading import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -164,18 +168,26 @@ def run_section(section: Section, options: argparse.Namespace) -> tuple[str, int
         stderr=None,
         check=False,
     )
-    shown = shlex.join(["bmoe", *(Path(w).name if os.sep in w else w for w in words)])
-    lines = [f"### {section.title}", "", "```", shown, "```", ""]
+    lines = [f"### {section.title}", "", "```", _shown(words), "```", ""]
     if table.exists():
-        text = table.read_text(encoding="utf-8").rstrip()
-        for trace in filter(None, (options.trace, options.go_trace)):
-            text = text.replace(str(trace), trace.name)
-        lines.append(text)
+        lines.append(_without_folders(table.read_text(encoding="utf-8"), options))
     else:
         lines.append(f"Not measured: exit code {done.returncode}, see the messages.")
     if options.plots and (options.out / f"{section.name}.svg").exists():
         lines += ["", f"![{section.title}]({section.name}.svg)"]
     return "\n".join(lines), done.returncode
+
+
+def _shown(words: Sequence[str]) -> str:
+    """A command as others would type it."""
+    return shlex.join(["bmoe", *(Path(word).name if os.sep in word else word for word in words)])
+
+
+def _without_folders(text: str, options: argparse.Namespace) -> str:
+    """What a command wrote, the traces by their names alone."""
+    for trace in filter(None, (options.trace, options.go_trace)):
+        text = text.replace(str(trace), trace.name)
+    return text.rstrip()
 
 
 def predictions(options: argparse.Namespace) -> str:
@@ -192,11 +204,10 @@ def predictions(options: argparse.Namespace) -> str:
             text=True,
             check=False,
         )
-        shown = shlex.join(["bmoe", *(Path(w).name if os.sep in w else w for w in words)])
         lines += [
             "```",
-            f"$ {shown}",
-            (done.stdout or done.stderr).replace(str(options.trace), options.trace.name).rstrip(),
+            f"$ {_shown(words)}",
+            _without_folders(done.stdout or done.stderr, options),
             "```",
             "",
         ]

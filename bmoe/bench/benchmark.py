@@ -248,7 +248,6 @@ def _validation(
         kept = kept_by_round(runs, side.key)
         mine = {number: run for number, run in kept.items() if not run["flags"]} or kept
         drives = reference_by_round(runs, drive_of(side).key, mine)
-        drives = {n: d | {"limited": side.drive_bytes_per_s is not None} for n, d in drives.items()}
         cached = reference_by_round(runs, all_cached(side).key, mine)
         if not drives or not cached or side.cache_bytes is None:
             continue

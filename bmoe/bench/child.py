@@ -54,21 +54,22 @@ async def run_side(side: dict[str, Any], text: str, route_trace: str | None = No
     wanted = side["prompt_tokens"] + fed
     # All experts: cut to what there is.
     cache_bytes = side["cache_bytes"] if side["cache_bytes"] is not None else 1 << 50
-    settings: dict[str, Any] = {"n_expert_used": side["n_expert_used"]} | side["changes"]
     config = SessionConfig(
         model_path=side["model"],
         threads=side["threads"],
         context_tokens=wanted + wanted // 8 + _SPARE_TOKENS,
         mode="stream" if streams else "resident",
         overlap=side["overlap"],
-        **({"cache_bytes": cache_bytes if streams else None, "policy": side["policy"]} | settings),
+        cache_bytes=cache_bytes if streams else None,
+        policy=side["policy"],
         io_backend=side["backend"],
         repack=side["repack"],
+        n_expert_used=side["n_expert_used"],
         replay_routing=side["replay_routing"],
         layer_metrics=streams,
         route_trace=route_trace,
     )
-    async with await Session.open(config) as session:
+    async with await Session.open(dataclasses.replace(config, **side["changes"])) as session:
         tokens = session.model.tokenize(text)
         while len(tokens) < wanted:
             tokens += tokens
@@ -189,6 +190,7 @@ def main() -> int:
             from bmoe.bench.drive import measure_drive  # noqa: PLC0415 (same)
 
             figures = uvloop.run(measure_drive(side["model"], side["backend"], seconds=job["drive_seconds"]))
+            figures["limited"] = side["drive_bytes_per_s"] is not None
         else:
             _ask_host_for_memory(side)
             figures = uvloop.run(run_side(side, job["text"], job.get("route_trace")))

@@ -95,8 +95,7 @@ def _bounds_by_round(
         if number not in drive:
             continue
         compute = cached.get(number) or _own_compute(run["figures"])
-        limited = {"limited": side.drive_bytes_per_s is not None}
-        bound = bounds(run["figures"], compute, drive[number] | limited)
+        bound = bounds(run["figures"], compute, drive[number])
         if bound is not None:
             found[number] = bound
     return ("everything cached" if cached else "own run"), found
